@@ -41,7 +41,7 @@ def ours(threads: int) -> Encode:
     runner = EncoderRunner.open(model, "cpu", threads, lambda: None)
 
     def encode(said: list[str]) -> NDArray[np.float32]:
-        ids = [text.frame.single(text.encode_text(each)) for each in said]
+        ids = [text.special_tokens.single(text.encode_text(each)) for each in said]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         rows = []
         for first in range(0, len(order), 1024):

@@ -122,7 +122,7 @@ def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str,
     """Of processor time for each token: decoded, looked through, and written as an event."""
     asked = dialect.read(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
     assert isinstance(asked, GenerationRequest)
-    steps = [OutputDelta(0, [id]) for id in model.text.encode_prompt(prose)[:EVENTS]]
+    steps = [OutputDelta(0, [id]) for id in model.tokenizer.encode_prompt(prose)[:EVENTS]]
     best = float("inf")
     for _ in range(9):
         choice, reply = CompletionBuilder(model, asked.prompt, False), asked.reply(model.name, "0" * 36, 1_800_000_000)

@@ -62,7 +62,7 @@ class Kind(NamedTuple):
 
 EVERY: Final = structs.replace(WIDE, classes={"small": WIDE})
 KINDS: Final = (Kind(DEFAULT_PLAN.limits, NO_LIMITS), Kind(EVERY, WIDE))
-SIZE: Final = RequestSize(micro_neurons=250_000, least=60_000, input_tokens=100, output_tokens=256)
+SIZE: Final = RequestSize(micro_neurons=250_000, min_micro_neurons=60_000, input_tokens=100, output_tokens=256)
 
 
 async def new_subjects(store: Store, kind: "Kind") -> list[tuple[str, str, list[tuple[str, Limits]]]]:

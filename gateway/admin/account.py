@@ -63,7 +63,7 @@ class AccountChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def limits_item(account: Account) -> LimitsItem:
-    return LimitsItem(account.ceiling, account.most, account.own, account.limits)
+    return LimitsItem(account.ceiling, account.ceiling_limits, account.own, account.limits)
 
 
 def account_answer(account: Account) -> OperationResult[AccountItem]:
@@ -97,7 +97,7 @@ async def change(
 
     _check_sharing(settings.get("sharing", ()), request.account_id)
     _check_notices(settings.get("notices"), context.limits.private_notices)
-    account = await context.accounts.amend(request.account_id, changed, request.revision)
+    account = await context.accounts.update(request.account_id, changed, request.revision)
     await context.note(request.caller, account.id, "account.settings", account.id, **given, **settings)
     return account_answer(account)
 

@@ -97,7 +97,7 @@ async def change(
             given["name"] = checked_name(given["name"])
     if "plan" in given:
         given["plan"] = await _plan(context, given["plan"])
-    account = await context.accounts.amend(
+    account = await context.accounts.update(
         request.account_id, lambda account: structs.replace(account, **given), request.revision
     )
     await context.note(request.caller, account.id, "account.change", account.id, **said)

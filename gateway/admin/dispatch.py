@@ -114,7 +114,7 @@ class AdminApi:
             else:
                 response = await self._run_once(exchange, operation, request, key, sent)
         except StoreUnavailable as problem:
-            self._context.store_health.begin(problem)
+            self._context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
         await exchange.answer(200, response.body, response.headers)
 

@@ -36,7 +36,7 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
         FleetItem(
             open_requests=context.open_requests(),
             unsettled=context.quota.unwritten,
-            store_away=context.store_health.away,
+            store_away=context.store_health.down,
             replicas=[_item(replica) for replica in context.fleet.replicas()],
             machines=context.fleet.problems(),
         )

@@ -45,10 +45,10 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
 
 async def lower(context: AdminContext, request: OperationRequest[NoFields, Limits]) -> OperationResult[LimitsItem]:
     def lowered(account: Account) -> Account:
-        check_below(request.body, account.most)
+        check_below(request.body, account.ceiling_limits)
         return structs.replace(account, own=request.body)
 
-    account = await context.accounts.amend(request.account_id, lowered, request.revision)
+    account = await context.accounts.update(request.account_id, lowered, request.revision)
     await context.note(request.caller, account.id, "account.own_limits", account.id, own=request.body)
     return limits_answer(account)
 
@@ -76,7 +76,7 @@ async def limits_left(
     if request.query.token is not None:
         token = await own_token(context, request.account_id, request.query.token)
         token_id, limits = token.id, token.limits
-    return OperationResult([_item(one) for one in await context.quota.left(account, token_id, limits)])
+    return OperationResult([_item(one) for one in await context.quota.limits_left(account, token_id, limits)])
 
 
 def _item(left: LimitStatus) -> LeftItem:
@@ -87,7 +87,7 @@ def _item(left: LimitStatus) -> LeftItem:
         token=of_token.strip().removeprefix("token:") or None,
         model_class=of_class or None,
         allowed=left.allowed,
-        left=round(left.left, 6),
+        left=round(left.remaining, 6),
         reset_s=left.reset_s,
     )
 

@@ -54,7 +54,7 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
 async def keep(context: AdminContext, request: OperationRequest[NoFields, Any]) -> OperationResult[Plan]:
     content = structs.asdict(request.body)
     with values_validated():
-        plan = await context.accounts.keep_plan(Plan(request.names["plan"], **content), request.revision)
+        plan = await context.accounts.put_plan(Plan(request.names["plan"], **content), request.revision)
     await context.note(request.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
     return OperationResult(plan, revision=plan.revision)
 

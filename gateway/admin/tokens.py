@@ -187,7 +187,7 @@ async def change(context: AdminContext, request: OperationRequest[NoFields, Toke
     given, now = request.body, context.calendar()
     token = await _changeable(context, request)
     grant, expires_at, name = _grant(given, request.account_id), _expiry(given, now), _name(given)
-    changed = await context.accounts.change(token.id, name, expires_at, grant, given.limits)
+    changed = await context.accounts.update_token(token.id, name, expires_at, grant, given.limits)
     await context.note(request.caller, request.account_id, "token.change", token.id, **_told(given))
     return OperationResult(_item(changed, now))
 

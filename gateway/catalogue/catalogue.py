@@ -34,13 +34,13 @@ _NAMESPACE: Final = uuid.UUID("5b0d6e1c-6f3e-4f0b-9d3a-1f5f3c1f9a10")
 @dataclass(frozen=True, slots=True)
 class Model:
     """One catalogue entry. `context_tokens` is what its folder says: a replica's Hello has the last word. From the day
-    `ends_on` on, in UTC, it is not served. `calls` is how it writes calls of tools, None where that is not known;
-    `thinks`: it may reason before it answers a chat."""
+    `ends_on` on, in UTC, it is not served. `tool_format` is how it writes calls of tools, None where that is not known;
+    `has_reasoning`: it may reason before it answers a chat."""
 
     name: str
     description: str
     task: ModelTask
-    vectors: EmbeddingSpec | None
+    embedding_spec: EmbeddingSpec | None
     folder: Path
     price: NeuronPrice
     batch_factor: float
@@ -56,9 +56,9 @@ class Model:
     ends_on: date | None
     terms: str
     info: str
-    text: ModelTokenizer
-    calls: ToolFormat | None
-    thinks: bool
+    tokenizer: ModelTokenizer
+    tool_format: ToolFormat | None
+    has_reasoning: bool
     spec: ModelSpec
 
     @property
@@ -79,7 +79,7 @@ class Model:
         return self.ends_on is not None and today >= self.ends_on
 
     @property
-    def family(self) -> str:
+    def run_family(self) -> str:
         """In which family its bodies are at `/ai/run`."""
         return {ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
 
@@ -90,11 +90,11 @@ class Model:
 
     @property
     def stop_ids(self) -> list[int]:
-        return self.text.stop_ids
+        return self.tokenizer.stop_ids
 
     @property
     def function_calling(self) -> bool:
-        return self.calls is not None and self.text.takes_tools
+        return self.tool_format is not None and self.tokenizer.supports_tools
 
 
 class Catalogue:
@@ -244,7 +244,7 @@ def _open(config: Config, entry: ModelEntryConfig) -> Model:
         name=entry.name,
         description=entry.description,
         task=task,
-        vectors=read_embedding_spec(folder, document, entry, task),
+        embedding_spec=read_embedding_spec(folder, document, entry, task),
         folder=folder,
         price=price_of(entry),
         batch_factor=entry.price.batch,
@@ -260,17 +260,17 @@ def _open(config: Config, entry: ModelEntryConfig) -> Model:
         ends_on=entry.planned_deprecation_date,
         terms=entry.terms,
         info=entry.info,
-        text=text,
-        calls=_calls(entry, text),
-        thinks=template_has_reasoning(text.template),
+        tokenizer=text,
+        tool_format=_calls(entry, text),
+        has_reasoning=template_has_reasoning(text.template),
         spec=spec_of(config, entry),
     )
 
 
 def _calls(entry: ModelEntryConfig, text: ModelTokenizer) -> ToolFormat | None:
     if entry.tool_format is not None:
-        return TOOL_FORMATS[entry.tool_format](text.added)
-    return tool_format_of(text.template, text.added)
+        return TOOL_FORMATS[entry.tool_format](text.added_tokens)
+    return tool_format_of(text.template, text.added_tokens)
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

@@ -44,6 +44,6 @@ def _prefix(text: ModelTokenizer, written: str, where: str) -> list[int]:
 
 def _conversation(text: ModelTokenizer, written: str, caller: str) -> list[int]:
     """A model without a chat template is given the text and what follows as one."""
-    if not text.chats:
+    if not text.has_chat_template:
         return text.encode_prompt(f"{written}\n\n{caller}")
     return text.encode_chat([{"role": "system", "content": written}, {"role": "user", "content": caller}])

@@ -50,13 +50,13 @@ class EmbeddingSpec:
     poolings: tuple[Pooling, ...]
     normalized: bool
     dimensions: int
-    cuts: frozenset[int] | None
+    allowed_dimensions: frozenset[int] | None
     tokens_max: int
     query: str = ""
     document: str = ""
 
     @property
-    def instructed(self) -> bool:
+    def takes_instruction(self) -> bool:
         """Whether callers may say what their queries are for."""
         return self.query.startswith(_INSTRUCTED)
 
@@ -111,7 +111,7 @@ def read_embedding_spec(
         poolings=_poolings(folder, document, modules, entry),
         normalized="Normalize" in modules,
         dimensions=int(document.get("hidden_size") or 0),
-        cuts=_cuts(document, entry),
+        allowed_dimensions=_cuts(document, entry),
         tokens_max=min(tokens_max, int(said)) if said else tokens_max,
         query=str(prompts.get("query", "")),
         document=str(prompts.get("document", "")),

@@ -138,7 +138,7 @@ async def change_limits(
     before = await access.accounts.get(account)
     if limits.changed(before.ceiling) == before.ceiling:
         return _print(before, json, _print_limits)
-    after = await access.accounts.amend(
+    after = await access.accounts.update(
         before.id, lambda latest: structs.replace(latest, ceiling=limits.changed(latest.ceiling))
     )
     await access.note(after.id, "account.change", after.id, ceiling=after.ceiling)
@@ -151,7 +151,7 @@ async def plan(
 ) -> None:
     """Give an account another plan."""
     wanted = await access.accounts.plan(plan)
-    changed = await access.accounts.amend(account, lambda latest: structs.replace(latest, plan=wanted))
+    changed = await access.accounts.update(account, lambda latest: structs.replace(latest, plan=wanted))
     await access.note(changed.id, "account.change", changed.id, plan=wanted.name)
     _print(changed, json, _print_limits)
 
@@ -191,7 +191,7 @@ async def change_settings(
         raise ValueError("--sharing names all accounts of the group, this one among them")
     if wanted == before.settings:
         return _print(before, json, _print_settings)
-    after = await access.accounts.amend(
+    after = await access.accounts.update(
         before.id, lambda latest: structs.replace(latest, settings=settings.changed(latest.settings))
     )
     await access.note(after.id, "account.settings", after.id, settings=after.settings)

@@ -235,9 +235,9 @@ def _serves(entry: ModelEntryConfig, sizes: ModelSizes, text: ModelTokenizer, ve
         gives = f"vectors of {vectors.dimensions} numbers" if vectors.dimensions else "scores"
         found = f"{entry.name}: {format_bytes(sizes.stored_bytes)}, {gives}, texts of {vectors.tokens_max:,} tokens"
         return Finding("model", FindingLevel.GOOD, found)
-    chats = "" if text.chats else ", no chat template: callers must send `prompt`"
+    chats = "" if text.has_chat_template else ", no chat template: callers must send `prompt`"
     found = f"{entry.name}: {format_bytes(sizes.stored_bytes)}, context {sizes.context_tokens:,}{chats}"
-    return Finding("model", FindingLevel.GOOD if text.chats else FindingLevel.NOTE, found)
+    return Finding("model", FindingLevel.GOOD if text.has_chat_template else FindingLevel.NOTE, found)
 
 
 def _memory(config: Config, rooms: list[DeviceBudget]) -> Iterator[Finding]:

@@ -88,7 +88,7 @@ def _inspected(folder: Path, entry: ModelEntryConfig, task: ModelTask) -> Inspec
 
 
 def _require_ids(folder: Path, text: ModelTokenizer, vocabulary: int) -> None:
-    spelled = [id for token, id in text.added.items() if token in text.template]
+    spelled = [id for token, id in text.added_tokens.items() if token in text.template]
     largest = max(text.plain_ids - 1, *spelled, 0)
     if largest >= vocabulary:
         found = f"{folder}: its tokenizer gives ids up to {largest}, config.json has a vocabulary of {vocabulary}"

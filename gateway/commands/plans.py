@@ -96,7 +96,7 @@ async def set_plan(
     changes = {"limits": limits.changed(before.limits), **treatment.changes}
     after = msgspec.convert({**structs.asdict(before), **changes}, Plan)
     if after not in await access.accounts.plans():
-        after = await access.accounts.keep_plan(after, before.revision)
+        after = await access.accounts.put_plan(after, before.revision)
         await access.note(SYSTEM, "plan.change", after.name, **structs.asdict(after))
     _print(after, json)
 

@@ -112,7 +112,7 @@ async def change(
         limits=limits.changed(before.limits),
     )
     if after != before:
-        after = await access.accounts.change(before.id, after.name, after.expires_at, after.grant, after.limits)
+        after = await access.accounts.update_token(before.id, after.name, after.expires_at, after.grant, after.limits)
         await access.note(after.account_id, "token.change", after.id, **_detail(after))
     print_either(json, token_json(after), lambda: _print_tokens([after]))
 

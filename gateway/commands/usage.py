@@ -162,7 +162,7 @@ async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[
         if day not in recorded and await store.quotas.totals(account_id, day) == Totals():
             continue
         records = await store.quotas.records(account_id, day)
-        for subject in sorted({"", *(subject for record in records for subject in record.counted)}):
+        for subject in sorted({"", *(subject for record in records for subject in record.subjects_counted)}):
             balance = await store.quotas.reconcile(account_id, day, subject)
             if balance.counted != balance.recorded:  # a settlement may have come between its parts: look again
                 balance = await store.quotas.reconcile(account_id, day, subject)

@@ -27,15 +27,15 @@ def scope_of(caller: Caller, user: str | None, zero: bool) -> Scope:
     a `user` shares with nobody either.
     """
     account = caller.account
-    alone = Scope(ScopeKind.REQUEST, account=caller.own_scope)
+    alone = Scope(ScopeKind.REQUEST, account=caller.account_scope)
     if account.settings.cache_scope == "request" or (zero and not account.settings.zero_retention):
         return alone
     if account.settings.cache_scope == "user":
         if not user:
             return alone
         of_user = hashlib.blake2b(user.encode(), digest_size=16, key=caller.scope, person=b"hearth user").digest()
-        return Scope(ScopeKind.USER, of_user, account.epoch, account=caller.own_scope)
-    return Scope(ScopeKind.TENANT, caller.scope, account.epoch, account=caller.own_scope)
+        return Scope(ScopeKind.USER, of_user, account.epoch, account=caller.account_scope)
+    return Scope(ScopeKind.TENANT, caller.scope, account.epoch, account=caller.account_scope)
 
 
 def terms_of(caller: Caller, zero: bool, *, background: bool = False) -> SchedulingTerms:

@@ -65,9 +65,9 @@ class CompletionBuilder:
 
     def __init__(self, model: Model, prompt: Prompt, opened: bool) -> None:
         """`opened`: the prompt ends within a thought."""
-        self._text = model.text
+        self._text = model.tokenizer
         self._parser, shown = _parser(model, prompt, opened)
-        self._decoder: Detokenizer = model.text.decoder(prompt.stop, shown)
+        self._decoder: Detokenizer = model.tokenizer.detokenizer(prompt.stop, shown)
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
@@ -199,7 +199,7 @@ class CompletionBuilder:
 
 def reasoning_enabled(model: Model, prompt: Prompt) -> bool:
     """Whether the answer may begin with a thought: not where it goes on with a raw text."""
-    return model.thinks and prompt.ids is None and not prompt.raw
+    return model.has_reasoning and prompt.ids is None and not prompt.raw
 
 
 def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
@@ -221,8 +221,8 @@ def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
 def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[OutputParser | None, frozenset[str]]:
     """What finds the parts, and the control tokens that it must see; None where all is text."""
     parser, shown = None, frozenset[str]()
-    if prompt.tools and model.calls is not None:
-        parser, shown = model.calls.parser(prompt.tools, prompt.tool_choice), model.calls.markers
+    if prompt.tools and model.tool_format is not None:
+        parser, shown = model.tool_format.parser(prompt.tools, prompt.tool_choice), model.tool_format.markers
     if reasoning_enabled(model, prompt):
         return ReasoningParser(parser or PlainTextParser(), opened), shown | MARKERS
     return parser, shown

@@ -20,7 +20,7 @@ def headers(found: Iterable[LimitStatus]) -> list[Header]:
         name = title(left)
         policies.append(f'"{name}";q={int(left.allowed)}{_window(left.measure)}')
         reset = f";t={left.reset_s}" if left.measure in RATES or left.measure in BUDGETS else ""
-        states.append(f'"{name}";r={int(left.left)}{reset}')
+        states.append(f'"{name}";r={int(left.remaining)}{reset}')
     if not policies:
         return []
     return [
@@ -31,7 +31,7 @@ def headers(found: Iterable[LimitStatus]) -> list[Header]:
 
 def fields(found: Iterable[LimitStatus]) -> dict[str, Any]:
     """The neurons that are left, by the limit's name."""
-    return {title(left): round(left.left, 6) for left in found if left.measure in BUDGETS}
+    return {title(left): round(left.remaining, 6) for left in found if left.measure in BUDGETS}
 
 
 def title(left: LimitStatus) -> str:

@@ -79,7 +79,7 @@ def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) ->
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
         raise errors.no_such_model(name)
-    return msgspec.json.encode(Schemas(Pair(input_schema(model.family), output_schema(model.family))))
+    return msgspec.json.encode(Schemas(Pair(input_schema(model.run_family), output_schema(model.run_family))))
 
 
 def input_schema(family: str) -> Json:

@@ -30,7 +30,7 @@ _ENDING: Final = {
 class AccountUsageRow:
     """One account's, or what is left of a plan's. `refused` by the name of the limit."""
 
-    endings: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOME_GROUPS, 0))
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOME_GROUPS, 0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_KINDS, 0))
     refused: Counter[str] = field(default_factory=Counter)
     neurons: float = 0.0
@@ -40,13 +40,13 @@ class AccountUsage:
     """Rows by account and plan, only ever growing in count. Adding costs a microsecond or two."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._own = 0
+        self._max_rows = most
+        self._rows_used = 0
         self.rows: dict[tuple[str, str], AccountUsageRow] = {}
 
     def finished(self, account_id: str, plan: str, spent: CallUsage, neurons: float) -> None:
         share = self._row(account_id, plan)
-        share.endings[_ENDING.get(spent.outcome, "failed")] += 1
+        share.outcomes[_ENDING.get(spent.outcome, "failed")] += 1
         share.tokens["prompt"] += spent.prompt_tokens
         share.tokens["cached"] += spent.cached_tokens
         share.tokens["completion"] += spent.completion_tokens
@@ -59,8 +59,8 @@ class AccountUsage:
         row = self.rows.get((account_id, plan))
         if row is not None:
             return row
-        if self._own < self._most:
-            self._own += 1
+        if self._rows_used < self._max_rows:
+            self._rows_used += 1
             row = self.rows[account_id, plan] = AccountUsageRow()
             return row
         return self.rows.setdefault((OTHER_ACCOUNTS, plan), AccountUsageRow())

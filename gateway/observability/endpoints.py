@@ -63,11 +63,11 @@ class MetricsEndpoint:
     async def serve(self, exchange: Exchange) -> None:
         """A token that is not the operator's, or that cannot be checked while the store is away, counts as none: an
         outage is when the operator needs the metrics most."""
-        text, readable = self._metrics.text, self._clients.shows_metrics(exchange.client)
+        text, readable = self._metrics.public_text, self._clients.shows_metrics(exchange.client)
         if b"authorization" in exchange.headers:
             with contextlib.suppress(ApiError):
                 await self._authenticator.verify(exchange, None, (Permission.OPERATOR,))
-                text, readable = self._metrics.operators_text, True
+                text, readable = self._metrics.operator_text, True
         if not readable:
             raise errors.no_route(exchange.path)
         await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])

@@ -45,13 +45,13 @@ class Metrics:
 
     def __init__(self, accounts: int) -> None:
         self.registry = CollectorRegistry()
-        self.operators = CollectorRegistry()
-        self.shares = AccountUsage(accounts)
-        ProcessCollector(registry=self.operators)
+        self.operator_registry = CollectorRegistry()
+        self.account_usage = AccountUsage(accounts)
+        ProcessCollector(registry=self.operator_registry)
         self._requests = self._counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
         self._tokens = self._counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
         self._first_token = self._histogram("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S)
-        self._own = self._histogram(
+        self._gateway_seconds = self._histogram(
             "hearth_gateway_seconds", "Request to first token, without what its replica took", _OWN_S
         )
         self._total = self._histogram("hearth_request_seconds", "Request to its end", _TOTAL_S)
@@ -75,11 +75,11 @@ class Metrics:
         self.registry.register(_Caches(fleet.counters))
         self.registry.register(_Replicas(models, fleet))
         self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
-        self.operators.register(_Queues(models, fleet))
-        self.operators.register(_Machines(models, fleet))
+        self.operator_registry.register(_Queues(models, fleet))
+        self.operator_registry.register(_Machines(models, fleet))
 
     def watch_batches(self, queue: "BatchQueueGauges", now: Callable[[], float]) -> None:
-        self.operators.register(_Batches(queue, now))
+        self.operator_registry.register(_Batches(queue, now))
 
     def watch_certificate(self, path: str) -> None:
         """The file is read anew for each text, for some 20 µs."""
@@ -87,35 +87,39 @@ class Metrics:
 
     def finished(self, model: str, spent: CallUsage, own_s: float | None) -> None:
         """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
-        self.counted(model, spent)
+        self.count(model, spent)
         self._total.labels(model).observe(spent.total_ms / 1000)
         if spent.first_token_ms is not None:
             self._first_token.labels(model).observe(spent.first_token_ms / 1000)
         if own_s is not None:
-            self._own.labels(model).observe(own_s)
+            self._gateway_seconds.labels(model).observe(own_s)
 
-    def counted(self, model: str, spent: CallUsage) -> None:
+    def count(self, model: str, spent: CallUsage) -> None:
         """The same of one for which nobody waited: its times say nothing."""
         self._requests.labels(model, self._capped(spent.outcome)).inc()
         self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
         self._tokens.labels(model, "cached").inc(spent.cached_tokens)
         self._tokens.labels(model, "completion").inc(spent.completion_tokens)
 
-    def waited(self, model: str, seconds: float) -> None:
+    def observe_wake_wait(self, model: str, seconds: float) -> None:
         """One request found its model asleep: until a replica began with it, or it was refused."""
         self._wake.labels(model).observe(seconds)
 
-    def answered(self, route: str, status: int | None) -> None:
+    def count_answer(self, route: str, status: int | None) -> None:
         """One HTTP exchange ended; None where the client left before anything was sent."""
         self._answers.labels(route, str(status or "none")).inc()
 
-    def text(self) -> bytes:
+    def public_text(self) -> bytes:
         """What everybody may read."""
         return generate_latest(self.registry)
 
-    def operators_text(self) -> bytes:
+    def operator_text(self) -> bytes:
         """All of it."""
-        return generate_latest(self.registry) + generate_latest(self.operators) + _accounts_text(self.shares)
+        return (
+            generate_latest(self.registry)
+            + generate_latest(self.operator_registry)
+            + _accounts_text(self.account_usage)
+        )
 
     def _capped(self, outcome: str) -> str:
         if outcome not in self._outcomes and len(self._outcomes) >= OUTCOMES_MAX:
@@ -209,14 +213,14 @@ class _Store(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         for name, says, count in (
-            ("hearth_store_outages", "Times that the store stopped to answer", self._outage.count),
+            ("hearth_store_outages", "Times that the store stopped to answer", self._outage.outages),
             ("hearth_days_different", "Accounts' days whose counters differ from records", self._reconciler.different),
         ):
             counter = CounterMetricFamily(name, says)
             counter.add_metric([], count)
             yield counter
         for name, says, count in (
-            ("hearth_store_available", "1, or 0 from a failed decision to the next one written", not self._outage.away),
+            ("hearth_store_available", "1, or 0 from a failed decision to the next one written", not self._outage.down),
             ("hearth_reservations_open", "Reservations that are not settled", self._quota.open),
             ("hearth_settlements_waiting", "Settlements neither in store nor outbox", self._quota.unwritten),
             ("hearth_outbox_bytes", "Settlements on this disk that wait for the store", self._bytes()),
@@ -370,7 +374,7 @@ def _accounts_text(shares: AccountUsage) -> bytes:
     requests, tokens, neurons, refusals = [], [], [], []
     for (account, plan), share in shares.rows.items():
         whose = f'account="{account}",plan="{plan}"'
-        requests += [f'{{{whose},ending="{ending}"}} {count}' for ending, count in share.endings.items()]
+        requests += [f'{{{whose},ending="{ending}"}} {count}' for ending, count in share.outcomes.items()]
         tokens += [f'{{{whose},kind="{kind}"}} {count}' for kind, count in share.tokens.items()]
         neurons.append(f"{{{whose}}} {share.neurons}")
         refusals += [f'{{{whose},limit="{limit}"}} {count}' for limit, count in share.refused.items()]

@@ -8,23 +8,23 @@ log = logging.getLogger(__name__)
 
 
 class StoreHealth:
-    """`away` from the first failed call to the next one that succeeds; `count` of such times.
+    """`down` from the first failed call to the next one that succeeds; `outages` of such times.
 
     Callers are told less than the operator is.
     """
 
     def __init__(self) -> None:
-        self.away = False
-        self.count = 0
+        self.down = False
+        self.outages = 0
 
-    def begin(self, problem: StoreUnavailable) -> None:
-        if not self.away:
-            self.away = True
-            self.count += 1
+    def mark_down(self, problem: StoreUnavailable) -> None:
+        if not self.down:
+            self.down = True
+            self.outages += 1
             log.error("store_away", extra={"fields": {"problem": str(problem)}})
 
-    def end(self) -> None:
+    def mark_up(self) -> None:
         """A decision was written: nothing less shows that a full disk has room again."""
-        if self.away:
-            self.away = False
+        if self.down:
+            self.down = False
             log.info("store_back")

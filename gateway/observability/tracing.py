@@ -62,7 +62,7 @@ class RequestTracer:
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer("hearth.gateway")
 
-    def begin(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> RequestSpan:
+    def start_span(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> RequestSpan:
         """A request's span, below the caller's where its headers name one; the operation is a GenAI convention's."""
         given = headers.get(b"traceparent", b"").decode("latin-1")
         parent = given if _TRACEPARENT.fullmatch(given) else ""

@@ -22,21 +22,21 @@ _PIPE_BYTES: Final = 1 << 18
 
 
 class InternedScrubber:
-    """`leave` tells that there is some; two rounds of `run` later it is gone. What refers to itself may stay longer
-    where there is so much else that looking for it takes long: that gets a hundredth of the time."""
+    """Overwrites leftovers within two rounds of `run` after `mark_dirty`. Reference cycles may stay longer where a
+    collection takes long: collections get a hundredth of the time."""
 
     def __init__(self) -> None:
-        self._left = self._uncollected = False
+        self._dirty = self._uncollected = False
         self._collect_at = 0.0
 
-    def leave(self) -> None:
-        self._left = True
+    def mark_dirty(self) -> None:
+        self._dirty = True
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(SCRUB_INTERVAL_S)
-            if self._left:
-                self._left, self._uncollected = False, True
+            if self._dirty:
+                self._dirty, self._uncollected = False, True
                 overwrite_interned_keys()
                 await overwrite_read_buffer()
             if self._uncollected and time.monotonic() >= self._collect_at:

@@ -64,9 +64,9 @@ class EscapeTable:
         edges = {text[0] for text in texts} | {text[-1] for text in texts}
         self._edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
         # Tokens that begin and end with letters cannot be escaped by their edges: their inside is broken instead.
-        self._words = [text for text in texts if _is_word(text)]
+        self._word_tokens = [text for text in texts if _is_word(text)]
         # A template may write a word of the request between its own edges: `<{{ key }}>`, where the key is "|end|".
-        self._insides = "\n".join(text[1:-1].lower() for text in texts)
+        self._inner_text = "\n".join(text[1:-1].lower() for text in texts)
         self._keys = keys
 
     def escape_for(self, request: JSON) -> "ControlTokenEscaper | None":
@@ -77,7 +77,7 @@ class EscapeTable:
         if len(stand_ins) <= len(self._edges):
             return None
         pairs = list(zip(self._edges, stand_ins[1:], strict=True))
-        return ControlTokenEscaper(pairs, stand_ins[0], self._words, self._insides, self._keys)
+        return ControlTokenEscaper(pairs, stand_ins[0], self._word_tokens, self._inner_text, self._keys)
 
 
 class ControlTokenEscaper:
@@ -88,8 +88,8 @@ class ControlTokenEscaper:
     ) -> None:
         self._pairs = pairs
         self._split = split
-        self._words = words
-        self._insides = insides
+        self._word_tokens = words
+        self._inner_text = insides
         self._keys = keys
 
     def message(self, message: Mapping[str, JSON]) -> dict[str, JSON]:
@@ -118,15 +118,15 @@ class ControlTokenEscaper:
         """What may stand inside of a control token is split, for a template to write it between its edges; but for
         what is known to be looked for."""
         word = text.strip() if len(text) < _INSIDE_CHARS_MAX else ""
-        if word and word not in known and word.lower() in self._insides:
+        if word and word not in known and word.lower() in self._inner_text:
             text = text.replace(word, self._split + word, 1)
-        return self._edged(text)
+        return self._escape_edges(text)
 
-    def _edged(self, text: str) -> str:
+    def _escape_edges(self, text: str) -> str:
         for edge, stand_in in self._pairs:
             if edge in text:
                 text = text.replace(edge, stand_in)
-        for word in self._words:
+        for word in self._word_tokens:
             text = text.replace(word, word[:-1] + self._split + word[-1])
         return text
 

@@ -21,29 +21,29 @@ _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 @dataclass(frozen=True, slots=True)
 class TokenByteTable:
-    """The bytes of every id, and of one that is the first that shows; mostly the same list. Special tokens are
-    `skipped`: they show as nothing. `strips`: one space is left out where all the text begins with it."""
+    """The bytes of every id, and of an id that is the first to show; mostly the same list. `special_ids` show as
+    nothing. `strips_leading_space`: a text that begins with a space loses that one."""
 
-    later: list[bytes]
-    first: list[bytes]
-    skipped: frozenset[int]
-    strips: bool
+    bytes_of: list[bytes]
+    first_bytes_of: list[bytes]
+    special_ids: frozenset[int]
+    strips_leading_space: bool
 
     @property
     def token_bytes_max(self) -> int | None:
         """No token stands for more bytes of text; None where text is more than the bytes of its tokens."""
-        return max(map(len, self.later)) if self.first is self.later else None
+        return max(map(len, self.bytes_of)) if self.first_bytes_of is self.bytes_of else None
 
-    def showing(self, spelled: Mapping[int, str]) -> "TokenByteTable":
+    def with_visible(self, spelled: Mapping[int, str]) -> "TokenByteTable":
         """The same, but of special tokens these show, as they are spelled."""
-        spelled = {id: text for id, text in spelled.items() if id in self.skipped}
+        spelled = {id: text for id, text in spelled.items() if id in self.special_ids}
         if not spelled:
             return self
-        later = self.later.copy()
-        first = later if self.first is self.later else self.first.copy()
+        later = self.bytes_of.copy()
+        first = later if self.first_bytes_of is self.bytes_of else self.first_bytes_of.copy()
         for id, text in spelled.items():
             later[id] = first[id] = text.encode()
-        return TokenByteTable(later, first, self.skipped - spelled.keys(), self.strips)
+        return TokenByteTable(later, first, self.special_ids - spelled.keys(), self.strips_leading_space)
 
 
 def token_byte_table(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> TokenByteTable | None:
@@ -121,17 +121,17 @@ class Utf8Detokenizer:
     Bytes that are no UTF-8 become replacement characters, as Python's decoder sets them.
     """
 
-    __slots__ = ("_fresh", "_pending", "_strip", "_table")
+    __slots__ = ("_at_start", "_pending", "_strip", "_table")
 
     def __init__(self, table: TokenByteTable) -> None:
         self._table = table
-        self._fresh = table.first is not table.later
-        self._strip = table.strips
+        self._at_start = table.first_bytes_of is not table.bytes_of
+        self._strip = table.strips_leading_space
         self._pending = b""
 
     def push(self, ids: Iterable[int]) -> str:
-        ids = self._begin(ids) if self._fresh else ids
-        later = self._table.later
+        ids = self._begin(ids) if self._at_start else ids
+        later = self._table.bytes_of
         return self._decoded(self._pending + b"".join([later[id] for id in ids]))
 
     def finish(self) -> str:
@@ -141,11 +141,11 @@ class Utf8Detokenizer:
 
     def _begin(self, ids: Iterable[int]) -> list[int]:
         """Takes the first token that shows; the rest is to be pushed."""
-        rest = [id for id in ids if id not in self._table.skipped]
+        rest = [id for id in ids if id not in self._table.special_ids]
         if not rest:
             return []
-        self._fresh = False
-        self._pending = self._table.first[rest[0]]
+        self._at_start = False
+        self._pending = self._table.first_bytes_of[rest[0]]
         return rest[1:]
 
     def _decoded(self, received: bytes) -> str:
@@ -164,14 +164,14 @@ class Detokenizer:
     and of those the longest. Text that may be the beginning of a stop string is held back.
     """
 
-    __slots__ = ("_held", "_longest", "_pieces", "_starts", "_stop", "stopped_by")
+    __slots__ = ("_longest", "_pending_text", "_pieces", "_starts", "_stop", "stopped_by")
 
     def __init__(self, pieces: Utf8Detokenizer, stop: Sequence[str]) -> None:
         self._pieces = pieces
         self._stop = [text for text in stop if text]
         self._starts = tuple({text[:end] for text in self._stop for end in range(1, len(text))})
         self._longest = max((len(text) for text in self._stop), default=0)
-        self._held = ""
+        self._pending_text = ""
         self.stopped_by: str | None = None
 
     def push(self, ids: Iterable[int]) -> str:
@@ -186,21 +186,21 @@ class Detokenizer:
         if self.stopped_by is not None:
             return ""
         text = self._pieces.finish()
-        rest = self._emit(text) + self._held if self._stop else text
-        self._held = ""
+        rest = self._emit(text) + self._pending_text if self._stop else text
+        self._pending_text = ""
         return rest
 
     def _emit(self, text: str) -> str:
         if not text:
             return ""
-        text = self._held + text
+        text = self._pending_text + text
         found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
             _, at, self.stopped_by = min(found)
-            self._held = ""
+            self._pending_text = ""
             return text[:at]
         keep = self._overlap(text) if text.endswith(self._starts) else 0
-        self._held = text[len(text) - keep :]
+        self._pending_text = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def _overlap(self, text: str) -> int:

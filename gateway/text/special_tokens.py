@@ -23,7 +23,7 @@ class SpecialTokens:
     pair_tail: tuple[int, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
         """Of what the tokenizer makes of one letter, and of two of them."""
         probe = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         lead, tail = _cut(tokenizer.encode(_PROBE).ids, probe)
@@ -31,12 +31,12 @@ class SpecialTokens:
         return cls(lead, tail, pair_lead, *_cut(rest, probe))
 
     @property
-    def tokens(self) -> int:
+    def count(self) -> int:
         """How many there are around a text,"""
         return len(self.lead) + len(self.tail)
 
     @property
-    def pair_tokens(self) -> int:
+    def pair_count(self) -> int:
         """and around two."""
         return len(self.pair_lead) + len(self.between) + len(self.pair_tail)
 

@@ -58,7 +58,7 @@ class ModelTokenizer:
         self._tokenizer.no_padding()
         self._templates = _templates(folder, settings, today)
         self.template = "".join(template.source for template in self._templates.values())
-        self.added = {entry["content"]: int(entry["id"]) for entry in document["added_tokens"]}
+        self.added_tokens = {entry["content"]: int(entry["id"]) for entry in document["added_tokens"]}
         self._control = ControlTokens(document["added_tokens"], self.template)
         self._edges = EscapeTable(
             self._control, frozenset[str]().union(*(one.keys for one in self._templates.values()))
@@ -70,7 +70,7 @@ class ModelTokenizer:
         self._special = {name: text for name in _SPECIAL if (text := _spelled(settings.get(name))) is not None}
         lead = self._tokenizer.encode("a").ids
         self._lead = lead[: lead.index(first)] if (first := self._plain.encode("a", True)[0]) in lead else []
-        self.frame = SpecialTokens.of(self._tokenizer)
+        self.special_tokens = SpecialTokens.from_tokenizer(self._tokenizer)
         self.stop_ids = _stop_ids(folder, self._tokenizer, self._special.get("eos_token"))
         table = token_byte_table(document, self._tokenizer, _vocabulary(folder))
         if table is None:
@@ -87,17 +87,17 @@ class ModelTokenizer:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         """Whether the folder has a chat template."""
         return bool(self._templates)
 
     @property
-    def takes_tools(self) -> bool:
+    def supports_tools(self) -> bool:
         """Whether the chat template has a place for tools."""
         return any("tools" in template.names for template in self._templates.values())
 
     @property
-    def options(self) -> frozenset[str]:
+    def template_options(self) -> frozenset[str]:
         """The further variables of the chat template, which a request may set (enable_thinking, …)."""
         names = {name for template in self._templates.values() for name in template.names}
         return frozenset(names.difference(_GIVEN, _SPECIAL))
@@ -113,7 +113,7 @@ class ModelTokenizer:
         return self._lead + ids
 
     def encode_text(self, text: str) -> list[int]:
-        """A text without what `frame` puts around it. Raises TextError."""
+        """A text without what `special_tokens` puts around it. Raises TextError."""
         try:
             ids = encode_ids(self._tokenizer, text)
             return ids if self._control.ids.isdisjoint(ids) else self._plain.encode(text, True)
@@ -178,19 +178,19 @@ class ModelTokenizer:
             ids += run_ids
         return ids
 
-    def decoder(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Detokenizer":
+    def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Detokenizer":
         """For one sequence's completion. Of control tokens those in `shown` show their spelling, the others nothing."""
         table = self._tables.get(shown)
         if table is None:
-            spelled = {self.added[text]: text for text in shown & self.added.keys()}
-            table = self._tables[shown] = self._table.showing(spelled)
+            spelled = {self.added_tokens[text]: text for text in shown & self.added_tokens.keys()}
+            table = self._tables[shown] = self._table.with_visible(spelled)
         return Detokenizer(Utf8Detokenizer(table), stop)
 
     def token_bytes(self, id: int) -> bytes:
         """One token alone, as logprobs report it. Control tokens show their spelling; unknown ids are empty."""
         if id in self._control.ids:
             return (self._tokenizer.id_to_token(id) or "").encode()
-        later = self._table.later
+        later = self._table.bytes_of
         return later[id] if 0 <= id < len(later) else b""
 
 

@@ -67,7 +67,7 @@ class DeepSeekFencedFormat:
 
 def _parser(tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
     one = functools.partial(_read, names=offered_functions(tools, choice))
-    return ScanningParser(lambda tape: json_calls.read_call_sections(tape, SECTION, CALL, SECTION_END, one))
+    return ScanningParser(lambda scanner: json_calls.read_call_sections(scanner, SECTION, CALL, SECTION_END, one))
 
 
 def _frame(tokens: Mapping[str, int], between: str) -> call_grammar.CallDelimiters:
@@ -80,23 +80,23 @@ def _frame(tokens: Mapping[str, int], between: str) -> call_grammar.CallDelimite
     )
 
 
-def _read(tape: Scanner, names: Collection[str]) -> Scan[bool]:
+def _read(scanner: Scanner, names: Collection[str]) -> Scan[bool]:
     """Reads both forms, behind the opening of a call: of which it is, the character behind the separator says."""
-    name = yield from tape.word(_HEAD)
-    if name is None or not (yield from tape.follows(SEPARATOR)):
+    name = yield from scanner.match(_HEAD)
+    if name is None or not (yield from scanner.accept(SEPARATOR)):
         return False
-    yield from tape.blank()
-    fenced = (yield from tape.next()) != "{"
+    yield from scanner.skip_blank()
+    fenced = (yield from scanner.peek()) != "{"
     if fenced:
-        name = yield from tape.word(_LINE)
-        yield from tape.blank()
-        if name is None or not (yield from tape.follows(FENCE)):
+        name = yield from scanner.match(_LINE)
+        yield from scanner.skip_blank()
+        if name is None or not (yield from scanner.accept(FENCE)):
             return False
-    called = yield from json_calls.read_named_call(tape, name.strip(), names)
+    called = yield from json_calls.read_named_call(scanner, name.strip(), names)
     if called:
-        yield from tape.blank()
-        if fenced and (yield from tape.follows(FENCE_END)):
-            yield from tape.blank()
-        if (yield from tape.follows(CALL_END)):
-            tape.drop()
+        yield from scanner.skip_blank()
+        if fenced and (yield from scanner.accept(FENCE_END)):
+            yield from scanner.skip_blank()
+        if (yield from scanner.accept(CALL_END)):
+            scanner.discard()
     return called

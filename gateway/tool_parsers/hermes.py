@@ -35,10 +35,10 @@ class HermesFormat:
         return call_grammar.call_grammar(tools, choice, parallel, frame, call_grammar.object_rule_writer("arguments"))
 
 
-def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
-    while (yield from tape.prose(BEGIN)) is not None:
-        yield from tape.blank()
-        if (yield from json_calls.read_call(tape, names)):
-            yield from tape.blank()
-            if (yield from tape.follows(END)):
-                tape.drop()
+def _read(scanner: Scanner, names: Collection[str]) -> Scan[None]:
+    while (yield from scanner.read_text_until(BEGIN)) is not None:
+        yield from scanner.skip_blank()
+        if (yield from json_calls.read_call(scanner, names)):
+            yield from scanner.skip_blank()
+            if (yield from scanner.accept(END)):
+                scanner.discard()

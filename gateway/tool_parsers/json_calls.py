@@ -12,133 +12,133 @@ from gateway.tool_parsers.scanner import Scan, Scanner
 _BESIDE: Final = ("type", "id")  # the members that a call may have beside its name and arguments
 
 
-def read_call(tape: Scanner, names: Collection[str]) -> Scan[bool]:
+def read_call(scanner: Scanner, names: Collection[str]) -> Scan[bool]:
     """Reads an object as a call of one of the tools. False: it is none, and all that was read of it is held as text.
 
     A call is announced once its arguments begin, or when all of it was read. With any other member than
     those of _BESIDE it is some JSON that the model wrote.
     """
-    if not tape.callable or (yield from tape.next()) != "{":
+    if not scanner.may_call or (yield from scanner.peek()) != "{":
         return False
-    tape.at += 1
+    scanner.at += 1
     name = arguments = None
     while True:
-        member = yield from _member(tape)
+        member = yield from _member(scanner)
         if member == "name" and name is None:
-            name = yield from streaming_json.read_json_string(tape)
+            name = yield from streaming_json.read_json_string(scanner)
             if name not in names:
                 return False
         elif member in ("arguments", "parameters") and arguments is None:
-            yield from tape.blank()
-            if (yield from tape.next()) != "{":
+            yield from scanner.skip_blank()
+            if (yield from scanner.peek()) != "{":
                 return False
             if name is not None:
-                if tape.overflow():
+                if scanner.overflow():
                     return False
-                tape.begin(name)
-                yield from read_arguments(tape)
-                yield from _rest(tape)
+                scanner.start_call(name)
+                yield from read_arguments(scanner)
+                yield from _rest(scanner)
                 return True
-            start = tape.at - tape.kept
-            if not (yield from streaming_json.read_json_value(tape, streamed=False)):
+            start = scanner.at - scanner.committed
+            if not (yield from streaming_json.read_json_value(scanner, streamed=False)):
                 return False
-            arguments = tape.text[tape.kept + start : tape.at]
-        elif member not in _BESIDE or (yield from streaming_json.read_json_string(tape)) is None:
+            arguments = scanner.text[scanner.committed + start : scanner.at]
+        elif member not in _BESIDE or (yield from streaming_json.read_json_string(scanner)) is None:
             return False
-        yield from tape.blank()
-        mark = yield from tape.follows("}", ",")
+        yield from scanner.skip_blank()
+        mark = yield from scanner.accept("}", ",")
         if mark == ",":
             continue
-        if mark is None or name is None or tape.overflow():
+        if mark is None or name is None or scanner.overflow():
             return False
-        tape.begin(name)
-        tape.give(arguments or "{}")
-        tape.end()
+        scanner.start_call(name)
+        scanner.emit_arguments_text(arguments or "{}")
+        scanner.end_call()
         return True
 
 
-def read_call_sequence(tape: Scanner, names: Collection[str], *markers: str) -> Scan[None]:
+def read_call_sequence(scanner: Scanner, names: Collection[str], *markers: str) -> Scan[None]:
     """Reads calls that stand at the beginning of the text, or behind one of the markers, and one after another."""
     while True:
         called = True
         while called:
-            yield from tape.blank()
-            called = yield from read_call(tape, names)
+            yield from scanner.skip_blank()
+            called = yield from read_call(scanner, names)
             if called:
-                yield from tape.blank()
-                yield from tape.follows(";", ",")
-        if (yield from tape.prose(*markers)) is None:
+                yield from scanner.skip_blank()
+                yield from scanner.accept(";", ",")
+        if (yield from scanner.read_text_until(*markers)) is None:
             return
 
 
 def read_call_sections(
-    tape: Scanner, begin: str, opening: str, closing: str, one: Callable[[Scanner], Scan[bool]]
+    scanner: Scanner, begin: str, opening: str, closing: str, one: Callable[[Scanner], Scan[bool]]
 ) -> Scan[None]:
     """Reads sections of calls, between `begin` and `closing`; `one` reads a call behind its `opening`."""
-    while (yield from tape.prose(begin)) is not None:
+    while (yield from scanner.read_text_until(begin)) is not None:
         called = False
         while True:
-            yield from tape.blank()
-            mark = yield from tape.follows(opening, closing)
-            if mark != opening or not (yield from one(tape)):
+            yield from scanner.skip_blank()
+            mark = yield from scanner.accept(opening, closing)
+            if mark != opening or not (yield from one(scanner)):
                 break
             called = True
         if mark == closing and called:
-            tape.drop()
+            scanner.discard()
 
 
-def read_named_call(tape: Scanner, name: str | None, names: Collection[str]) -> Scan[bool]:
+def read_named_call(scanner: Scanner, name: str | None, names: Collection[str]) -> Scan[bool]:
     """Reads the arguments of a call, an object that comes next, behind its name. False: it is none, as in `call`."""
-    yield from tape.blank()
-    if name not in names or not tape.callable or (yield from tape.next()) != "{" or tape.overflow():
+    yield from scanner.skip_blank()
+    if name not in names or not scanner.may_call or (yield from scanner.peek()) != "{" or scanner.overflow():
         return False
     assert name is not None
-    tape.begin(name)
-    yield from read_arguments(tape)
+    scanner.start_call(name)
+    yield from read_arguments(scanner)
     return True
 
 
-def read_arguments(tape: Scanner) -> Scan[None]:
+def read_arguments(scanner: Scanner) -> Scan[None]:
     """Streams the arguments of a call that has begun, an object that comes next. Where they are no JSON, the call gets
     all the rest of the text, and no end."""
-    whole = yield from streaming_json.read_json_value(tape, streamed=True)
-    tape.argue()
+    whole = yield from streaming_json.read_json_value(scanner, streamed=True)
+    scanner.emit_arguments()
     if whole:
-        tape.end()
+        scanner.end_call()
     else:
-        yield from read_broken_arguments(tape)
+        yield from read_broken_arguments(scanner)
 
 
-def read_broken_arguments(tape: Scanner) -> Scan[None]:
+def read_broken_arguments(scanner: Scanner) -> Scan[None]:
     """The call's arguments are broken: nobody can say where it ends, so that all the rest belongs to it."""
     while True:
-        tape.at = len(tape.text)
-        tape.argue()
-        if not (yield from tape.more()):
+        scanner.at = len(scanner.text)
+        scanner.emit_arguments()
+        if not (yield from scanner.wait_text()):
             return
 
 
-def _member(tape: Scanner) -> Scan[str | None]:
+def _member(scanner: Scanner) -> Scan[str | None]:
     """Passes over a member's key and its colon; None where none comes."""
-    yield from tape.blank()
-    key = yield from streaming_json.read_json_string(tape)
-    yield from tape.blank()
-    if key is None or (yield from tape.follows(":")) is None:
+    yield from scanner.skip_blank()
+    key = yield from streaming_json.read_json_string(scanner)
+    yield from scanner.skip_blank()
+    if key is None or (yield from scanner.accept(":")) is None:
         return None
-    yield from tape.blank()
+    yield from scanner.skip_blank()
     return key
 
 
-def _rest(tape: Scanner) -> Scan[None]:
+def _rest(scanner: Scanner) -> Scan[None]:
     """Passes over what may follow the arguments in the object, its end included. Anything else is left to be text."""
     while True:
-        yield from tape.blank()
-        mark = yield from tape.follows("}", ",")
-        if mark == "}" and not tape.overflow():
-            return tape.drop()
+        yield from scanner.skip_blank()
+        mark = yield from scanner.accept("}", ",")
+        if mark == "}" and not scanner.overflow():
+            return scanner.discard()
         if (
             mark is None
-            or (yield from _member(tape)) not in _BESIDE
-            or (yield from streaming_json.read_json_string(tape)) is None
+            or (yield from _member(scanner)) not in _BESIDE
+            or (yield from streaming_json.read_json_string(scanner)) is None
         ):
             return None

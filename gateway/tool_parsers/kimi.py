@@ -30,7 +30,7 @@ class KimiFormat:
 
     def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
         one = functools.partial(_read, names=offered_functions(tools, choice))
-        return ScanningParser(lambda tape: json_calls.read_call_sections(tape, SECTION, CALL, SECTION_END, one))
+        return ScanningParser(lambda scanner: json_calls.read_call_sections(scanner, SECTION, CALL, SECTION_END, one))
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
         frame = call_grammar.CallDelimiters(
@@ -47,13 +47,13 @@ class KimiFormat:
         return [f"{rule}: {name} /[0-9]{{1,3}}/ {separator} {call_grammar.schema(arguments(function))} {end}"]
 
 
-def _read(tape: Scanner, names: Collection[str]) -> Scan[bool]:
-    said = _NAME.fullmatch((yield from tape.word(_ID)) or "")
-    if said is None or not (yield from tape.follows(ARGUMENTS)):
+def _read(scanner: Scanner, names: Collection[str]) -> Scan[bool]:
+    said = _NAME.fullmatch((yield from scanner.match(_ID)) or "")
+    if said is None or not (yield from scanner.accept(ARGUMENTS)):
         return False
-    called = yield from json_calls.read_named_call(tape, said[1], names)
+    called = yield from json_calls.read_named_call(scanner, said[1], names)
     if called:
-        yield from tape.blank()
-        if (yield from tape.follows(CALL_END)):
-            tape.drop()
+        yield from scanner.skip_blank()
+        if (yield from scanner.accept(CALL_END)):
+            scanner.discard()
     return called

@@ -29,5 +29,5 @@ class LlamaJsonFormat:
         return call_grammar.call_grammar(tools, choice, parallel, frame, call_grammar.object_rule_writer("parameters"))
 
 
-def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
-    return json_calls.read_call_sequence(tape, names, *TAGS)
+def _read(scanner: Scanner, names: Collection[str]) -> Scan[None]:
+    return json_calls.read_call_sequence(scanner, names, *TAGS)

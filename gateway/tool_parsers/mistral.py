@@ -64,32 +64,32 @@ class MistralNamedFormat:
         return [f"{rule}: {name} {id} {separator} {call_grammar.schema(arguments(function))}"]
 
 
-def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
-    while (yield from tape.prose(CALLS)) is not None:
-        yield from tape.blank()
-        if (yield from tape.follows("[")):
-            yield from _list(tape, names)
+def _read(scanner: Scanner, names: Collection[str]) -> Scan[None]:
+    while (yield from scanner.read_text_until(CALLS)) is not None:
+        yield from scanner.skip_blank()
+        if (yield from scanner.accept("[")):
+            yield from _list(scanner, names)
         else:
-            yield from _named(tape, names)
+            yield from _named(scanner, names)
 
 
-def _list(tape: Scanner, names: Collection[str]) -> Scan[None]:
+def _list(scanner: Scanner, names: Collection[str]) -> Scan[None]:
     while True:
-        yield from tape.blank()
-        if not (yield from json_calls.read_call(tape, names)):
+        yield from scanner.skip_blank()
+        if not (yield from json_calls.read_call(scanner, names)):
             return
-        yield from tape.blank()
-        mark = yield from tape.follows(",", "]")
+        yield from scanner.skip_blank()
+        mark = yield from scanner.accept(",", "]")
         if mark == "]":
-            tape.drop()
+            scanner.discard()
         if mark != ",":
             return
 
 
-def _named(tape: Scanner, names: Collection[str]) -> Scan[None]:
-    name = yield from tape.word(_WORD)
+def _named(scanner: Scanner, names: Collection[str]) -> Scan[None]:
+    name = yield from scanner.match(_WORD)
     if name in names:
-        if (yield from tape.follows(CALL_ID)):
-            yield from tape.word(_WORD)
-        yield from tape.follows(ARGUMENTS)
-        yield from json_calls.read_named_call(tape, name, names)
+        if (yield from scanner.accept(CALL_ID)):
+            yield from scanner.match(_WORD)
+        yield from scanner.accept(ARGUMENTS)
+        yield from json_calls.read_named_call(scanner, name, names)

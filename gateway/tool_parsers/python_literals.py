@@ -32,48 +32,48 @@ class _Next(Enum):
     COMMA_OR_END = auto()
 
 
-def read_literal(tape: Scanner) -> Scan[bool]:
+def read_literal(scanner: Scanner) -> Scan[bool]:
     """Passes over one value, and gives it out as arguments; false where it stops being one. Tuples become arrays."""
     ends: list[str] = []  # what closes the containers that are open
     expected = _Next.VALUE
     first = True  # in its container
     while True:
-        tape.at = _BLANK.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
-        tape.drop()
-        if tape.at == len(tape.text):
-            if not (yield from tape.more()):
+        scanner.at = _BLANK.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        scanner.discard()
+        if scanner.at == len(scanner.text):
+            if not (yield from scanner.wait_text()):
                 return False
             continue
-        char = tape.text[tape.at]
+        char = scanner.text[scanner.at]
         if ends and char == ends[-1] and expected not in (_Next.VALUE, _Next.COLON):
-            tape.at += 1
-            tape.give("}" if ends.pop() == "}" else "]")
+            scanner.at += 1
+            scanner.emit_arguments_text("}" if ends.pop() == "}" else "]")
         elif expected in (_Next.VALUE, _Next.VALUE_OR_END):
-            tape.give("" if first or expected is _Next.VALUE else ", ")
+            scanner.emit_arguments_text("" if first or expected is _Next.VALUE else ", ")
             if char in _ENDS:
                 if len(ends) == DEPTH_MAX:
                     return False
                 ends.append(_ENDS[char])
                 expected = _Next.KEY_OR_END if char == "{" else _Next.VALUE_OR_END
                 first = True
-                tape.at += 1
-                tape.give("{" if char == "{" else "[")
+                scanner.at += 1
+                scanner.emit_arguments_text("{" if char == "{" else "[")
                 continue
-            if not (yield from (_string(tape) if char in _PLAIN else _atom(tape))):
+            if not (yield from (_string(scanner) if char in _PLAIN else _atom(scanner))):
                 return False
         elif expected is _Next.COMMA_OR_END and char == ",":
-            tape.at += 1
+            scanner.at += 1
             expected = _Next.KEY_OR_END if ends[-1] == "}" else _Next.VALUE_OR_END
             first = False
             continue
         elif expected is _Next.COLON and char == ":":
-            tape.at += 1
-            tape.give(": ")
+            scanner.at += 1
+            scanner.emit_arguments_text(": ")
             expected = _Next.VALUE
             continue
         elif expected is _Next.KEY_OR_END and char in _PLAIN:
-            tape.give("" if first else ", ")
-            if not (yield from _string(tape)):
+            scanner.emit_arguments_text("" if first else ", ")
+            if not (yield from _string(scanner)):
                 return False
             expected = _Next.COLON
             continue
@@ -89,36 +89,36 @@ def escape_json_text(text: str) -> str:
     return msgspec.json.encode(text)[1:-1].decode()
 
 
-def _string(tape: Scanner) -> Scan[bool]:
-    quote = tape.text[tape.at]
-    tape.at += 1
-    tape.give('"')
+def _string(scanner: Scanner) -> Scan[bool]:
+    quote = scanner.text[scanner.at]
+    scanner.at += 1
+    scanner.emit_arguments_text('"')
     while True:
-        end = _PLAIN[quote].match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
-        run = tape.text[tape.at : end]
-        tape.at = end
-        tape.give(escape_json_text(run))
-        char = yield from tape.next()
+        end = _PLAIN[quote].match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        run = scanner.text[scanner.at : end]
+        scanner.at = end
+        scanner.emit_arguments_text(escape_json_text(run))
+        char = yield from scanner.peek()
         if char == quote:
-            tape.at += 1
-            tape.give('"')
+            scanner.at += 1
+            scanner.emit_arguments_text('"')
             return True
         if not char:
             return False
         if char == "\\":
-            yield from _escape(tape)
+            yield from _escape(scanner)
 
 
-def _escape(tape: Scanner) -> Scan[None]:
+def _escape(scanner: Scanner) -> Scan[None]:
     """As Python has it: a backslash that escapes nothing stands for itself. Surrogates are taken as JSON's pairs."""
-    yield from _reach(tape, 2)
-    kind = tape.text[tape.at + 1 : tape.at + 2]
+    yield from _reach(scanner, 2)
+    kind = scanner.text[scanner.at + 1 : scanner.at + 2]
     size = 2 + _HEX_DIGITS.get(kind, 0)
-    yield from _reach(tape, size)
-    code = _code(tape.text[tape.at + 2 : tape.at + size]) if size > 2 else None
+    yield from _reach(scanner, size)
+    code = _code(scanner.text[scanner.at + 2 : scanner.at + size]) if size > 2 else None
     if code is not None and 0xD800 <= code < 0xE000:
-        yield from _reach(tape, 12)
-        pair = _PAIR.match(tape.text, tape.at)
+        yield from _reach(scanner, 12)
+        pair = _PAIR.match(scanner.text, scanner.at)
         size = size if pair is None else 12
         code = 0xFFFD if pair is None else 0x10000 + (int(pair[1], 16) - 0xD800) * 1024 + int(pair[2], 16) - 0xDC00
     if code is None:
@@ -126,8 +126,8 @@ def _escape(tape: Scanner) -> Scan[None]:
         size = 1 + len(kind)
     else:
         said = chr(code)
-    tape.at += size
-    tape.give(escape_json_text(said))
+    scanner.at += size
+    scanner.emit_arguments_text(escape_json_text(said))
 
 
 def _code(digits: str) -> int | None:
@@ -138,27 +138,27 @@ def _code(digits: str) -> int | None:
     return code if code <= 0x10FFFF else None
 
 
-def _reach(tape: Scanner, size: int) -> Scan[None]:
+def _reach(scanner: Scanner, size: int) -> Scan[None]:
     """Waits until so many characters are there, or no more come."""
-    while len(tape.text) - tape.at < size:
-        if not (yield from tape.more()):
+    while len(scanner.text) - scanner.at < size:
+        if not (yield from scanner.wait_text()):
             return
 
 
-def _atom(tape: Scanner) -> Scan[bool]:
+def _atom(scanner: Scanner) -> Scan[bool]:
     """A number, or a constant as Python or JSON has it."""
     while True:
-        end = _ATOM.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
-        if end - tape.at > ATOM_MAX:
+        end = _ATOM.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        if end - scanner.at > ATOM_MAX:
             return False
-        if end < len(tape.text):
+        if end < len(scanner.text):
             break
-        if not (yield from tape.more()):
+        if not (yield from scanner.wait_text()):
             return False
-    said = tape.text[tape.at : end]
+    said = scanner.text[scanner.at : end]
     said = _CONSTANTS.get(said, said)
     if SCALAR.fullmatch(said) is None:
         return False
-    tape.at = end
-    tape.give(said)
+    scanner.at = end
+    scanner.emit_arguments_text(said)
     return True

@@ -42,76 +42,76 @@ class PythonicFormat:
         )
 
 
-def _read(tape: Scanner, names: Collection[str]) -> Scan[None]:
+def _read(scanner: Scanner, names: Collection[str]) -> Scan[None]:
     while True:
-        yield from tape.blank()
-        if (yield from tape.follows("[")):
-            yield from _list(tape, names)
-        if (yield from tape.prose(BEGIN, END)) is None:
+        yield from scanner.skip_blank()
+        if (yield from scanner.accept("[")):
+            yield from _list(scanner, names)
+        if (yield from scanner.read_text_until(BEGIN, END)) is None:
             return
 
 
-def _list(tape: Scanner, names: Collection[str]) -> Scan[None]:
-    while (yield from _call(tape, names)):
-        yield from tape.blank()
-        mark = yield from tape.follows(",", "]")
+def _list(scanner: Scanner, names: Collection[str]) -> Scan[None]:
+    while (yield from _call(scanner, names)):
+        yield from scanner.skip_blank()
+        mark = yield from scanner.accept(",", "]")
         if mark == "]":
-            tape.drop()
-            yield from tape.blank()
-            if (yield from tape.follows(END)):
-                tape.drop()
+            scanner.discard()
+            yield from scanner.skip_blank()
+            if (yield from scanner.accept(END)):
+                scanner.discard()
         if mark != ",":
             return
 
 
-def _call(tape: Scanner, names: Collection[str]) -> Scan[bool]:
+def _call(scanner: Scanner, names: Collection[str]) -> Scan[bool]:
     """False: it is none, and all that was read of it is held as text. It is announced with its first argument."""
-    yield from tape.blank()
-    name = yield from tape.word(_NAME)
-    if name not in names or not tape.callable or not (yield from tape.follows("(")):
+    yield from scanner.skip_blank()
+    name = yield from scanner.match(_NAME)
+    if name not in names or not scanner.may_call or not (yield from scanner.accept("(")):
         return False
     assert name is not None
-    yield from tape.blank()
+    yield from scanner.skip_blank()
     key = None
-    if not (yield from tape.follows(")")):
-        key = yield from _key(tape)
+    if not (yield from scanner.accept(")")):
+        key = yield from _key(scanner)
         if key is None:
             return False
-    if tape.overflow():
+    if scanner.overflow():
         return False
-    tape.begin(name)
+    scanner.start_call(name)
     if key is None:
-        tape.give("{}")
-        tape.end()
-    elif (yield from _arguments(tape, key)):
-        tape.end()
+        scanner.emit_arguments_text("{}")
+        scanner.end_call()
+    elif (yield from _arguments(scanner, key)):
+        scanner.end_call()
     else:
-        yield from json_calls.read_broken_arguments(tape)
+        yield from json_calls.read_broken_arguments(scanner)
     return True
 
 
-def _arguments(tape: Scanner, key: str | None) -> Scan[bool]:
+def _arguments(scanner: Scanner, key: str | None) -> Scan[bool]:
     before = "{"
     while key is not None:
-        tape.give(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        if not (yield from python_literals.read_literal(tape)):
+        scanner.emit_arguments_text(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        if not (yield from python_literals.read_literal(scanner)):
             return False
-        yield from tape.blank()
-        comma = yield from tape.follows(",")
-        yield from tape.blank()
-        if (yield from tape.follows(")")):
-            tape.give("}")
+        yield from scanner.skip_blank()
+        comma = yield from scanner.accept(",")
+        yield from scanner.skip_blank()
+        if (yield from scanner.accept(")")):
+            scanner.emit_arguments_text("}")
             return True
         before = ", "
-        key = (yield from _key(tape)) if comma else None
+        key = (yield from _key(scanner)) if comma else None
     return False
 
 
-def _key(tape: Scanner) -> Scan[str | None]:
+def _key(scanner: Scanner) -> Scan[str | None]:
     """Passes over a parameter's name and its equals sign."""
-    key = yield from tape.word(_KEY)
-    yield from tape.blank()
-    return key if key and (yield from tape.follows("=")) else None
+    key = yield from scanner.match(_KEY)
+    yield from scanner.skip_blank()
+    return key if key and (yield from scanner.accept("=")) else None
 
 
 def _write(rule: str, function: FunctionSpec) -> list[str]:

@@ -53,91 +53,95 @@ class QwenCoderFormat:
         return call_grammar.call_grammar(tools, choice, parallel, frame, functools.partial(_write, end=end))
 
 
-def _read(tape: Scanner, functions: Mapping[str, FunctionSpec]) -> Scan[None]:
+def _read(scanner: Scanner, functions: Mapping[str, FunctionSpec]) -> Scan[None]:
     """Some models forget the tag around a function: it is not asked for."""
-    while (mark := (yield from tape.prose(BEGIN, FUNCTION))) is not None:
+    while (mark := (yield from scanner.read_text_until(BEGIN, FUNCTION))) is not None:
         if mark == BEGIN:
-            yield from tape.blank()
-            if not (yield from tape.follows(FUNCTION)):
+            yield from scanner.skip_blank()
+            if not (yield from scanner.accept(FUNCTION)):
                 continue
-        name = yield from tape.word(_NAME)
-        if name not in functions or not tape.callable or not (yield from tape.follows(">")) or tape.overflow():
+        name = yield from scanner.match(_NAME)
+        if name not in functions or not scanner.may_call or not (yield from scanner.accept(">")) or scanner.overflow():
             continue
         assert name is not None
-        tape.begin(name)
-        if not (yield from _parameters(tape, types_by_name(functions[name]))):
-            yield from json_calls.read_broken_arguments(tape)
+        scanner.start_call(name)
+        if not (yield from _parameters(scanner, types_by_name(functions[name]))):
+            yield from json_calls.read_broken_arguments(scanner)
             continue
-        tape.end()
-        yield from tape.blank()
-        if (yield from tape.follows(END)):
-            tape.drop()
+        scanner.end_call()
+        yield from scanner.skip_blank()
+        if (yield from scanner.accept(END)):
+            scanner.discard()
 
 
-def _parameters(tape: Scanner, kinds: Mapping[str, frozenset[str]]) -> Scan[bool]:
+def _parameters(scanner: Scanner, kinds: Mapping[str, frozenset[str]]) -> Scan[bool]:
     """Gives out the arguments, up to the end of the function; false where something else comes."""
     before = "{"
     while True:
-        yield from tape.blank()
-        mark = yield from tape.follows(PARAMETER, FUNCTION_END)
+        yield from scanner.skip_blank()
+        mark = yield from scanner.accept(PARAMETER, FUNCTION_END)
         if mark == FUNCTION_END:
-            tape.give("{}" if before == "{" else "}")
+            scanner.emit_arguments_text("{}" if before == "{" else "}")
             return True
-        name = (yield from tape.word(_NAME)) if mark else None
-        if name is None or not (yield from tape.follows(">")):
+        name = (yield from scanner.match(_NAME)) if mark else None
+        if name is None or not (yield from scanner.accept(">")):
             return False
-        tape.give(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+        scanner.emit_arguments_text(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
         before = ", "
-        yield from tape.follows("\n")
-        tape.drop()
-        if not (yield from _value(tape, kinds.get(name, TYPES))):
+        yield from scanner.accept("\n")
+        scanner.discard()
+        if not (yield from _value(scanner, kinds.get(name, TYPES))):
             return False
 
 
-def _value(tape: Scanner, kinds: frozenset[str]) -> Scan[bool]:
+def _value(scanner: Scanner, kinds: frozenset[str]) -> Scan[bool]:
     """Text is given out as it comes, and so is what can only be an array or an object."""
     if kinds == _STRING:
-        tape.give('"')
-        whole = yield from _raw(tape, lambda piece: tape.give(python_literals.escape_json_text(piece)), sys.maxsize)
-        tape.give('"' if whole else "")
+        scanner.emit_arguments_text('"')
+        whole = yield from _raw(
+            scanner, lambda piece: scanner.emit_arguments_text(python_literals.escape_json_text(piece)), sys.maxsize
+        )
+        scanner.emit_arguments_text('"' if whole else "")
         return whole
     if "string" not in kinds:
-        yield from tape.blank()
-        tape.drop()
-        if (yield from tape.next()) in ("[", "{"):
-            if not (yield from python_literals.read_literal(tape)):
+        yield from scanner.skip_blank()
+        scanner.discard()
+        if (yield from scanner.peek()) in ("[", "{"):
+            if not (yield from python_literals.read_literal(scanner)):
                 return False
-            yield from tape.blank()
-            return (yield from tape.follows(PARAMETER_END)) is not None
+            yield from scanner.skip_blank()
+            return (yield from scanner.accept(PARAMETER_END)) is not None
     pieces: list[str] = []
-    whole = yield from _raw(tape, pieces.append, VALUE_MAX)
+    whole = yield from _raw(scanner, pieces.append, VALUE_MAX)
     text = "".join(pieces)
-    tape.give(_json(text, kinds) if whole else text)
+    scanner.emit_arguments_text(_json(text, kinds) if whole else text)
     return whole
 
 
-def _raw(tape: Scanner, give: Callable[[str], None], characters_max: int) -> Scan[bool]:
+def _raw(scanner: Scanner, give: Callable[[str], None], characters_max: int) -> Scan[bool]:
     """Gives a value's text in pieces, without the line break before its end; false: it has no end, or is longer."""
     left = characters_max
     while True:
-        end = tape.text.find(PARAMETER_END, tape.at)
-        stop = end if end >= 0 else partial_marker_start(tape.text, tape.at, ("\n" + PARAMETER_END, PARAMETER_END))
-        piece = tape.text[tape.at : stop]
+        end = scanner.text.find(PARAMETER_END, scanner.at)
+        stop = (
+            end if end >= 0 else partial_marker_start(scanner.text, scanner.at, ("\n" + PARAMETER_END, PARAMETER_END))
+        )
+        piece = scanner.text[scanner.at : stop]
         left -= len(piece)
         if left < 0:
             return False
         if end >= 0:
-            tape.at = end + len(PARAMETER_END)
-            tape.drop()
+            scanner.at = end + len(PARAMETER_END)
+            scanner.discard()
             give(piece.removesuffix("\n"))
             return True
-        tape.at = stop
-        tape.drop()
+        scanner.at = stop
+        scanner.discard()
         give(piece)
-        if not (yield from tape.more()):
-            rest = tape.text[tape.at :]
-            tape.at = len(tape.text)
-            tape.drop()
+        if not (yield from scanner.wait_text()):
+            rest = scanner.text[scanner.at :]
+            scanner.at = len(scanner.text)
+            scanner.discard()
             give(rest)
             return False
 

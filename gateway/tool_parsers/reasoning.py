@@ -43,74 +43,74 @@ class ReasoningParser:
     thought is part of neither.
     """
 
-    __slots__ = ("_answering", "_inner", "_reading", "_tape")
+    __slots__ = ("_answering", "_inner", "_reading", "_scanner")
 
     def __init__(self, inner: OutputParser, opened: bool) -> None:
         self._inner = inner
-        self._tape = Scanner()
-        self._reading = _read(self._tape, opened)
+        self._scanner = Scanner()
+        self._reading = _read(self._scanner, opened)
         self._answering = False
 
     def push(self, text: str) -> list[OutputPart]:
         if self._answering or not text:
             return self._inner.push(text)
-        idle = self._tape.idle
+        idle = self._scanner.idle
         if idle is not None and idle.isdisjoint(text):
             return [ReasoningPart(text)]
-        self._tape.append(text)
+        self._scanner.append(text)
         return self._advance()
 
     def finish(self) -> list[OutputPart]:
         """The rest. A thought that has no end is thought all the same."""
         parts: list[OutputPart] = []
         if not self._answering:
-            self._tape.ended = True
+            self._scanner.ended = True
             parts = self._advance()
         return parts + self._inner.finish()
 
     def _advance(self) -> list[OutputPart]:
         self._answering = next(self._reading, True) is True
-        parts = self._tape.take()
-        return parts + self._inner.push(self._tape.text[self._tape.kept :]) if self._answering else parts
+        parts = self._scanner.drain_parts()
+        return parts + self._inner.push(self._scanner.text[self._scanner.committed :]) if self._answering else parts
 
 
-def _read(tape: Scanner, opened: bool) -> Scan[None]:
+def _read(scanner: Scanner, opened: bool) -> Scan[None]:
     """Ends where the answer begins: what is not given out then belongs to it."""
-    yield from tape.blank()
-    if not tape.overflow() and (yield from tape.follows(BEGIN)):
+    yield from scanner.skip_blank()
+    if not scanner.overflow() and (yield from scanner.accept(BEGIN)):
         opened = True
     if opened:
-        yield from _blank(tape)
-        yield from _thought(tape)
-        yield from _blank(tape)
+        yield from _blank(scanner)
+        yield from _thought(scanner)
+        yield from _blank(scanner)
 
 
-def _thought(tape: Scanner) -> Scan[None]:
+def _thought(scanner: Scanner) -> Scan[None]:
     """Gives out the thought up to its end, without the line break before that."""
     while True:
-        end = tape.text.find(END, tape.at)
-        stop = end if end >= 0 else partial_marker_start(tape.text, tape.at, ("\n" + END, END))
-        if end > tape.at and tape.text[end - 1] == "\n":
+        end = scanner.text.find(END, scanner.at)
+        stop = end if end >= 0 else partial_marker_start(scanner.text, scanner.at, ("\n" + END, END))
+        if end > scanner.at and scanner.text[end - 1] == "\n":
             stop -= 1
-        tape.at = stop
-        tape.think()
+        scanner.at = stop
+        scanner.emit_reasoning()
         if end >= 0:
-            tape.at = end + len(END)
+            scanner.at = end + len(END)
             return
-        tape.idle = _FIRSTS if tape.kept == len(tape.text) else None
-        more = yield from tape.more()
-        tape.idle = None
+        scanner.idle = _FIRSTS if scanner.committed == len(scanner.text) else None
+        more = yield from scanner.wait_text()
+        scanner.idle = None
         if not more:
-            tape.at = len(tape.text)
-            tape.think()
+            scanner.at = len(scanner.text)
+            scanner.emit_reasoning()
             return
 
 
-def _blank(tape: Scanner) -> Scan[None]:
-    tape.drop()
-    yield from tape.blank()
-    tape.overflow()
-    tape.drop()
+def _blank(scanner: Scanner) -> Scan[None]:
+    scanner.discard()
+    yield from scanner.skip_blank()
+    scanner.overflow()
+    scanner.discard()
 
 
 def grammar_after_reasoning(grammar: Grammar, tokens: Mapping[str, int], opened: bool) -> Grammar:

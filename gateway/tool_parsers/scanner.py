@@ -1,6 +1,6 @@
 """The text of a completion as a parser reads it: it waits for more where it must, and gives parts out in order.
 
-Parsers are generators over a tape: they yield wherever the text so far does not decide how to go on. What they do
+Parsers are generators over a scanner: they yield wherever the text so far does not decide how to go on. What they do
 depends on the characters alone, never on where the text was cut. It knows no format.
 """
 
@@ -26,148 +26,148 @@ class Scanner:
     While `idle` is set, nothing is held, and what comes without one of these characters goes on what came before.
     """
 
-    __slots__ = ("_calls", "_fresh", "_parts", "arguing", "at", "ended", "idle", "kept", "text")
+    __slots__ = ("_between_calls", "_calls", "_parts", "at", "committed", "ended", "idle", "in_arguments", "text")
 
     def __init__(self) -> None:
         self.text = ""
-        self.kept = 0
+        self.committed = 0
         self.at = 0
         self.ended = False
         self.idle: frozenset[str] | None = None
-        self.arguing = False  # while idle: what came before were arguments
+        self.in_arguments = False  # while idle: what came before were arguments
         self._parts: list[OutputPart] = []
         self._calls = 0
-        self._fresh = True  # nothing but blank came since the beginning or since the last call
+        self._between_calls = True  # nothing but blank came since the beginning or since the last call
 
     def append(self, text: str) -> None:
-        self.text = self.text[self.kept :] + text
-        self.at -= self.kept
-        self.kept = 0
+        self.text = self.text[self.committed :] + text
+        self.at -= self.committed
+        self.committed = 0
 
-    def take(self) -> list[OutputPart]:
+    def drain_parts(self) -> list[OutputPart]:
         """What was given out since the last time."""
         parts, self._parts = self._parts, []
         return parts
 
-    def more(self) -> Scan[bool]:
+    def wait_text(self) -> Scan[bool]:
         """Waits for text; false where no more will come."""
         if self.ended:
             return False
         yield
         return True
 
-    def more_held(self) -> Scan[bool]:
+    def wait_pending_text(self) -> Scan[bool]:
         """The same, where all that was read is held back: false too where that is too much."""
-        return not self._full and (yield from self.more())
+        return not self._full and (yield from self.wait_text())
 
     @property
-    def held(self) -> str:
-        return self.text[self.kept : self.at]
+    def pending(self) -> str:
+        return self.text[self.committed : self.at]
 
     def overflow(self) -> bool:
         """Whether more was read than may be held back. What is too much is put back: it can begin no call any more."""
         full = self._full
-        self.at = min(self.at, self.kept + BUFFERED_CHARS_MAX)
+        self.at = min(self.at, self.committed + BUFFERED_CHARS_MAX)
         return full
 
     @property
     def _full(self) -> bool:
-        return self.at - self.kept > BUFFERED_CHARS_MAX
+        return self.at - self.committed > BUFFERED_CHARS_MAX
 
     @property
-    def callable(self) -> bool:
+    def may_call(self) -> bool:
         """Whether one more call may begin."""
         return self._calls < CALLS_MAX
 
     # ---- giving out --------------------------------------------------------------------------------------------
 
-    def say(self) -> None:
+    def emit_text(self) -> None:
         """What is held is text."""
-        if self.kept < self.at:
-            self._parts.append(TextPart(self.held))
-            self.kept = self.at
-            self._fresh = False
+        if self.committed < self.at:
+            self._parts.append(TextPart(self.pending))
+            self.committed = self.at
+            self._between_calls = False
 
-    def think(self) -> None:
+    def emit_reasoning(self) -> None:
         """What is held is thought."""
-        if self.kept < self.at:
-            self._parts.append(ReasoningPart(self.held))
-            self.kept = self.at
+        if self.committed < self.at:
+            self._parts.append(ReasoningPart(self.pending))
+            self.committed = self.at
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """What is held is punctuation of calls, which nobody needs to see."""
-        self.kept = self.at
+        self.committed = self.at
 
-    def begin(self, name: str) -> None:
+    def start_call(self, name: str) -> None:
         """What is held announces a call."""
-        assert self.callable
-        self.drop()
+        assert self.may_call
+        self.discard()
         self._calls += 1
         self._parts.append(ToolCallStart(name))
 
-    def argue(self) -> None:
+    def emit_arguments(self) -> None:
         """What is held belongs to the arguments."""
-        if self.kept < self.at:
-            self._parts.append(ToolCallDelta(self.held))
-            self.kept = self.at
+        if self.committed < self.at:
+            self._parts.append(ToolCallDelta(self.pending))
+            self.committed = self.at
 
-    def give(self, fragment: str) -> None:
+    def emit_arguments_text(self, fragment: str) -> None:
         """What is held belongs to the arguments, spelled like this."""
-        self.drop()
+        self.discard()
         if fragment:
             self._parts.append(ToolCallDelta(fragment))
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """The call is whole."""
-        self.drop()
+        self.discard()
         self._parts.append(ToolCallEnd())
-        self._fresh = True
+        self._between_calls = True
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
-    def prose(self, *markers: str) -> Scan[str | None]:
+    def read_text_until(self, *markers: str) -> Scan[str | None]:
         """Gives text out up to the first of the markers, and passes over that; None: the text ended before one.
 
         Blank between a call and the next, or before the first, is no text.
         """
         self.overflow()
-        if not self._fresh or self.held.strip(_BLANKS):
-            self.say()
+        if not self._between_calls or self.pending.strip(_BLANKS):
+            self.emit_text()
         firsts = frozenset(marker[0] for marker in markers)
         while True:
-            if self._fresh:
-                yield from self.blank()
+            if self._between_calls:
+                yield from self.skip_blank()
                 if self.overflow():
-                    self.say()
+                    self.emit_text()
             found = min(((at, m) for m in markers if (at := self.text.find(m, self.at)) >= 0), default=None)
             if found is not None:
-                if found[0] > self.at or not self._fresh:
+                if found[0] > self.at or not self._between_calls:
                     self.at = found[0]
-                    self.say()
+                    self.emit_text()
                 self.at = found[0] + len(found[1])
                 return found[1]
             whole = partial_marker_start(self.text, self.at, markers)
             if whole > self.at:
                 self.at = whole
-                self.say()
-            self.idle = firsts if self.kept == len(self.text) else None
-            more = yield from self.more()
+                self.emit_text()
+            self.idle = firsts if self.committed == len(self.text) else None
+            more = yield from self.wait_text()
             self.idle = None
             if not more:
                 self.at = len(self.text)
-                if self._calls and not self.held.strip(_BLANKS):
-                    self.drop()
-                self.say()
+                if self._calls and not self.pending.strip(_BLANKS):
+                    self.discard()
+                self.emit_text()
                 return None
 
-    def blank(self) -> Scan[None]:
+    def skip_blank(self) -> Scan[None]:
         """Passes over white space, as far as it may be held back."""
         while True:
             self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches always
-            if self.at < len(self.text) or not (yield from self.more_held()):
+            if self.at < len(self.text) or not (yield from self.wait_pending_text()):
                 return
 
-    def follows(self, *spellings: str) -> Scan[str | None]:
+    def accept(self, *spellings: str) -> Scan[str | None]:
         """Passes over one of these, where one comes next."""
         while True:
             for spelling in spellings:
@@ -175,51 +175,51 @@ class Scanner:
                     self.at += len(spelling)
                     return spelling
             rest = self.text[self.at :]
-            if not any(spelling.startswith(rest) for spelling in spellings) or not (yield from self.more()):
+            if not any(spelling.startswith(rest) for spelling in spellings) or not (yield from self.wait_text()):
                 return None
 
-    def next(self) -> Scan[str]:
+    def peek(self) -> Scan[str]:
         """The next character, not passed over; empty at the end."""
         while self.at == len(self.text):
-            if not (yield from self.more()):
+            if not (yield from self.wait_text()):
                 return ""
         return self.text[self.at]
 
-    def word(self, pattern: re.Pattern[str]) -> Scan[str | None]:
+    def match(self, pattern: re.Pattern[str]) -> Scan[str | None]:
         """Passes over the longest match of a pattern that would also match any beginning of it, and gives it back. None
         where the text ends with it, or it is too long."""
-        start = self.at - self.kept
+        start = self.at - self.committed
         while True:
             self.at = pattern.match(self.text, self.at).end()  # type: ignore[union-attr]  # it may match nothing
             if self.at < len(self.text):
-                return None if self._full else self.text[self.kept + start : self.at]
-            if not (yield from self.more_held()):
+                return None if self._full else self.text[self.committed + start : self.at]
+            if not (yield from self.wait_pending_text()):
                 return None
 
 
 class ScanningParser:
-    """A parser from a generator over a tape."""
+    """A parser from a generator over a scanner."""
 
-    __slots__ = ("_reading", "_tape")
+    __slots__ = ("_reading", "_scanner")
 
     def __init__(self, read: Callable[[Scanner], Scan[None]]) -> None:
-        self._tape = Scanner()
-        self._reading = read(self._tape)
+        self._scanner = Scanner()
+        self._reading = read(self._scanner)
 
     def push(self, text: str) -> list[OutputPart]:
-        tape = self._tape
-        if tape.idle is not None and tape.idle.isdisjoint(text):
-            return [ToolCallDelta(text) if tape.arguing else TextPart(text)] if text else []
-        tape.append(text)
+        scanner = self._scanner
+        if scanner.idle is not None and scanner.idle.isdisjoint(text):
+            return [ToolCallDelta(text) if scanner.in_arguments else TextPart(text)] if text else []
+        scanner.append(text)
         next(self._reading)
-        return tape.take()
+        return scanner.drain_parts()
 
     def finish(self) -> list[OutputPart]:
         """What was held back as text. A call that is not whole gets the rest of its arguments, and no end."""
-        self._tape.ended = True
+        self._scanner.ended = True
         next(self._reading, None)
-        assert self._tape.kept == len(self._tape.text)
-        return self._tape.take()
+        assert self._scanner.committed == len(self._scanner.text)
+        return self._scanner.drain_parts()
 
 
 def partial_marker_start(text: str, start: int, markers: tuple[str, ...]) -> int:

@@ -34,7 +34,7 @@ class _Next(Enum):
     COMMA_OR_END = auto()
 
 
-def read_json_value(tape: Scanner, streamed: bool) -> Scan[bool]:
+def read_json_value(scanner: Scanner, streamed: bool) -> Scan[bool]:
     """Passes over one JSON value; false where there is none, at the character where it stops being one.
 
     `streamed`: what is read is given out as arguments whenever more must come; else it is held. At the end of the text
@@ -43,39 +43,39 @@ def read_json_value(tape: Scanner, streamed: bool) -> Scan[bool]:
     ends: list[str] = []  # what closes the containers that are open
     expected = _Next.VALUE
     while True:
-        tape.at = _BLANK.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
-        if tape.at == len(tape.text):
-            if not (yield from _wait(tape, streamed)):
+        scanner.at = _BLANK.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        if scanner.at == len(scanner.text):
+            if not (yield from _wait(scanner, streamed)):
                 return False
             continue
-        char = tape.text[tape.at]
+        char = scanner.text[scanner.at]
         if ends and char == ends[-1] and expected in (_Next.VALUE_OR_END, _Next.KEY_OR_END, _Next.COMMA_OR_END):
             ends.pop()
-            tape.at += 1
+            scanner.at += 1
         elif expected in (_Next.VALUE, _Next.VALUE_OR_END):
             if char in "{[":
                 if len(ends) == DEPTH_MAX:
                     return False
                 ends.append("}" if char == "{" else "]")
                 expected = _Next.KEY_OR_END if char == "{" else _Next.VALUE_OR_END
-                tape.at += 1
+                scanner.at += 1
                 continue
-            if not (yield from (_string(tape, streamed) if char == '"' else _atom(tape, streamed))):
+            if not (yield from (_string(scanner, streamed) if char == '"' else _atom(scanner, streamed))):
                 return False
         elif expected is _Next.COLON:
             if char != ":":
                 return False
-            tape.at += 1
+            scanner.at += 1
             expected = _Next.VALUE
             continue
         elif expected is _Next.COMMA_OR_END:
             if char != ",":
                 return False
-            tape.at += 1
+            scanner.at += 1
             expected = _Next.KEY if ends[-1] == "}" else _Next.VALUE
             continue
         else:
-            if char != '"' or not (yield from _string(tape, streamed)):
+            if char != '"' or not (yield from _string(scanner, streamed)):
                 return False
             expected = _Next.COLON
             continue
@@ -84,65 +84,65 @@ def read_json_value(tape: Scanner, streamed: bool) -> Scan[bool]:
         expected = _Next.COMMA_OR_END
 
 
-def read_json_string(tape: Scanner) -> Scan[str | None]:
+def read_json_string(scanner: Scanner) -> Scan[str | None]:
     """Passes over a JSON string, holding it, and gives what it says; None where none comes."""
-    start = tape.at - tape.kept
-    if (yield from tape.next()) != '"' or not (yield from _string(tape, False)):
+    start = scanner.at - scanner.committed
+    if (yield from scanner.peek()) != '"' or not (yield from _string(scanner, False)):
         return None
-    said: str = json.loads(tape.text[tape.kept + start : tape.at])
+    said: str = json.loads(scanner.text[scanner.committed + start : scanner.at])
     return said
 
 
-def _wait(tape: Scanner, streamed: bool) -> Scan[bool]:
+def _wait(scanner: Scanner, streamed: bool) -> Scan[bool]:
     if not streamed:
-        return (yield from tape.more_held())
-    tape.argue()
-    if not (yield from tape.more()):
-        tape.at = len(tape.text)
+        return (yield from scanner.wait_pending_text())
+    scanner.emit_arguments()
+    if not (yield from scanner.wait_text()):
+        scanner.at = len(scanner.text)
         return False
     return True
 
 
-def _string(tape: Scanner, streamed: bool) -> Scan[bool]:
+def _string(scanner: Scanner, streamed: bool) -> Scan[bool]:
     """Passes over a string. Control characters, which models write and JSON forbids, are escaped if it is streamed."""
-    tape.at += 1
+    scanner.at += 1
     while True:
-        tape.at = _PLAIN.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
-        if tape.at == len(tape.text):
+        scanner.at = _PLAIN.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        if scanner.at == len(scanner.text):
             if streamed:
-                tape.idle, tape.arguing = _NOT_PLAIN, True
-            more = yield from _wait(tape, streamed)
-            tape.idle, tape.arguing = None, False
+                scanner.idle, scanner.in_arguments = _NOT_PLAIN, True
+            more = yield from _wait(scanner, streamed)
+            scanner.idle, scanner.in_arguments = None, False
             if not more:
                 return False
             continue
-        char = tape.text[tape.at]
+        char = scanner.text[scanner.at]
         if char == '"':
-            tape.at += 1
+            scanner.at += 1
             return True
         if char != "\\":
             if not streamed:
                 return False
-            tape.argue()
-            tape.at += 1
-            tape.give(json.dumps(char)[1:-1])
-        elif escape := _ESCAPE.match(tape.text, tape.at):
-            tape.at = escape.end()
-        elif len(tape.text) - tape.at >= _ESCAPE_MAX or not (yield from _wait(tape, streamed)):
+            scanner.emit_arguments()
+            scanner.at += 1
+            scanner.emit_arguments_text(json.dumps(char)[1:-1])
+        elif escape := _ESCAPE.match(scanner.text, scanner.at):
+            scanner.at = escape.end()
+        elif len(scanner.text) - scanner.at >= _ESCAPE_MAX or not (yield from _wait(scanner, streamed)):
             return False
 
 
-def _atom(tape: Scanner, streamed: bool) -> Scan[bool]:
+def _atom(scanner: Scanner, streamed: bool) -> Scan[bool]:
     """Passes over a number, true, false or null."""
     while True:
-        end = _ATOM.match(tape.text, tape.at).end()  # type: ignore[union-attr]  # it matches always
-        if end - tape.at > ATOM_MAX:
+        end = _ATOM.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        if end - scanner.at > ATOM_MAX:
             return False
-        if end < len(tape.text):
+        if end < len(scanner.text):
             break
-        if not (yield from _wait(tape, streamed)):
+        if not (yield from _wait(scanner, streamed)):
             return False
-    whole = SCALAR.fullmatch(tape.text, tape.at, end) is not None
+    whole = SCALAR.fullmatch(scanner.text, scanner.at, end) is not None
     if whole:
-        tape.at = end
+        scanner.at = end
     return whole

@@ -90,7 +90,7 @@ class AccountService:
             raise AccountSuspended(f"account {seen.caller.account.id} is suspended")
         return seen.caller
 
-    async def absent(self, account_id: str, token_id: str) -> Caller:
+    async def caller_of(self, account_id: str, token_id: str) -> Caller:
         """The caller who asked for something that runs now. Raises UnknownToken where the account is gone or the
         ApiToken was revoked or has expired since, and Suspended. Whoever came with a JWT needs none any more."""
         found, account = await self._store.accounts.token(token_id), await self._store.accounts.get(account_id)
@@ -146,7 +146,7 @@ class AccountService:
             limits=account.limits,
             token_limits=token.limits,
             scope=scope,
-            own_scope=own_scope,
+            account_scope=own_scope,
         )
 
     async def _shared_scope(self, account: Account) -> bytes:
@@ -184,13 +184,13 @@ class AccountService:
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return account
 
-    async def amend(
+    async def update(
         self, account_id: str, change: Callable[[Account], Account], revision: int | None = None
     ) -> Account:
-        """What `change` makes of the account, in force on every gateway within 1 s.
+        """Stores what `change` makes of the account; it is in force on every gateway within 1 s.
 
-        With a revision, only if the account still has it; without one `change` may be called again, for what somebody
-        else made of it meanwhile. Raises NotFound, Conflict, and what `change` raises.
+        With a revision, only an account that still has it is changed; without one `change` may be called again, on what
+        others made of the account meanwhile. Raises NotFound, Conflict, and what `change` raises.
         """
         for _ in range(AMENDS_MAX):
             account = await self.get(account_id)
@@ -208,16 +208,16 @@ class AccountService:
     async def suspend(self, account_id: str) -> Account:
         """Its calls are refused on every gateway within 1 s, and those that run end within 5 s."""
         now = int(self._clock())
-        return await self.amend(
+        return await self.update(
             account_id, lambda account: structs.replace(account, suspended_at=account.suspended_at or now)
         )
 
     async def resume(self, account_id: str) -> Account:
-        return await self.amend(account_id, lambda account: structs.replace(account, suspended_at=None))
+        return await self.update(account_id, lambda account: structs.replace(account, suspended_at=None))
 
     async def purge_cache(self, account_id: str) -> Account:
         """No prefix that was cached for it until now is found by a request that begins a second from now."""
-        return await self.amend(account_id, lambda account: structs.replace(account, epoch=account.epoch + 1))
+        return await self.update(account_id, lambda account: structs.replace(account, epoch=account.epoch + 1))
 
     async def plans(self) -> Sequence[Plan]:
         """All that an account may have, by name."""
@@ -230,7 +230,7 @@ class AccountService:
                 return plan
         raise NotFound(f"no plan {name!r}; `hearth plans list` shows them")
 
-    async def keep_plan(self, plan: Plan, revision: int | None = None) -> Plan:
+    async def put_plan(self, plan: Plan, revision: int | None = None) -> Plan:
         """A new plan, or another content of one; in force for its accounts on every gateway within 1 s.
 
         `revision` is the one that it is based on, 0 where there must be none yet. Raises Conflict, and ValueError for
@@ -278,18 +278,18 @@ class AccountService:
     async def roll(self, token_id: str, grace_s: float = 0.0) -> tuple[ApiToken, str]:
         """A new secret for a token, and its text, shown this once. The one before it opens for `grace_s` seconds yet,
         on every gateway; older ones no more. Raises NotFound, also where the token was revoked."""
-        token, seals = await self._kept(token_id)
+        token, seals = await self._live_token(token_id)
         text = token_text(token_id, self._entropy)
         now = int(self._clock())
         before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
         await self._store.accounts.update_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
         return token, text
 
-    async def change(
+    async def update_token(
         self, token_id: str, name: str, expires_at: float | None, grant: Grant, limits: Limits = NO_LIMITS
     ) -> ApiToken:
         """The token said anew, in force on every gateway within 1 s. Raises NotFound."""
-        token, seals = await self._kept(token_id)
+        token, seals = await self._live_token(token_id)
         expiry = None if expires_at is None else int(expires_at)
         changed = structs.replace(token, name=checked_name(name), expires_at=expiry, grant=grant, limits=limits)
         await self._store.accounts.update_token(changed, seals)
@@ -302,7 +302,7 @@ class AccountService:
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         return found[0]
 
-    async def _kept(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
+    async def _live_token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
         found = await self._store.accounts.token(token_id)
         if found is None or found[0].revoked_at is not None:
             raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")

@@ -23,4 +23,4 @@ class Caller:
     limits: Limits = NO_LIMITS
     token_limits: Limits = NO_LIMITS
     scope: bytes = b""
-    own_scope: bytes = b""
+    account_scope: bytes = b""

@@ -122,7 +122,7 @@ class JwtIdentity:
 
 @dataclass(frozen=True, slots=True)
 class _Proven:
-    proof: JwtIdentity
+    identity: JwtIdentity
     keys: "JwksCache"
     kid: str
     key: "PublicKey"
@@ -134,7 +134,7 @@ class JwtVerifier:
     def __init__(self, issuers: Sequence[Issuer], clock: Clock = time.time) -> None:
         self._clock = clock
         self._proven: OrderedDict[bytes, _Proven] = OrderedDict()
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._by_iss = {issuer.issuer: (issuer, keys_of(issuer)) for issuer in issuers}
         assert len(self._by_iss) == len(issuers), "two issuers have the same `iss`"
 
@@ -149,10 +149,10 @@ class JwtVerifier:
         proven = self._proven.get(digest)
         if proven is None or (proven.keys.known or {}).get(proven.kid) is not proven.key:
             proven = await self._prove(text)
-        if self._clock() >= proven.proof.expires_at:
+        if self._clock() >= proven.identity.expires_at:
             raise InvalidJwt("it has expired")
         self._remember(digest, proven)
-        return proven.proof
+        return proven.identity
 
     def _remember(self, digest: bytes, proven: _Proven) -> None:
         self._proven[digest] = proven
@@ -178,13 +178,13 @@ class JwtVerifier:
         try:
             return _Proven(identity_of(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
         except InvalidJwt as refused:
-            self._tell(issuer.name, str(refused)[:REASON_MAX])
+            self._log_once(issuer.name, str(refused)[:REASON_MAX])
             raise
 
-    def _tell(self, issuer: str, reason: str) -> None:
+    def _log_once(self, issuer: str, reason: str) -> None:
         """Each reason once: what an issuer signed and is refused all the same points at its settings, here or there."""
-        if (issuer, reason) not in self._told and len(self._told) < LOGGED_MAX:
-            self._told.add((issuer, reason))
+        if (issuer, reason) not in self._logged and len(self._logged) < LOGGED_MAX:
+            self._logged.add((issuer, reason))
             log.warning("jwt_refused", extra={"fields": {"issuer": issuer, "reason": reason}})
 
 

@@ -13,10 +13,10 @@ from tenants.records.usage import MICRO, month_us_left, us_left
 
 
 class RequestSize(NamedTuple):
-    """The most that a request can use. `least` micro-neurons are what it would be content with."""
+    """The most that a request can use. `min_micro_neurons` are what it would be content with."""
 
     micro_neurons: int = 0
-    least: int = 0
+    min_micro_neurons: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
 
@@ -27,7 +27,7 @@ class LimitStatus(NamedTuple):
     subject: str
     measure: DenialReason
     allowed: float
-    left: float
+    remaining: float
     reset_s: int
 
 
@@ -51,7 +51,7 @@ def caps_of(subjects: Sequence[tuple[str, Limits]], size: RequestSize) -> tuple[
 def _caps(subject: str, limits: Limits, size: RequestSize) -> Iterator[Cap]:
     for measure, neurons in zip(BUDGETS, (limits.neurons_per_month, limits.neurons_per_day), strict=True):
         if neurons is not None:
-            yield Cap(subject, measure, size.micro_neurons, round(neurons * MICRO), size.least)
+            yield Cap(subject, measure, size.micro_neurons, round(neurons * MICRO), size.min_micro_neurons)
     if limits.requests_per_minute is not None:
         # Rounded up, so that the rate is never above the limit.
         interval_us = -(-MINUTE_US // limits.requests_per_minute)

@@ -10,13 +10,13 @@ from tenants.records.usage import MICRO
 class QuotaExceeded(Exception):
     """Over a limit; nothing was kept or counted. `message` is for the caller, `retry_after_s` ≥ 1.
 
-    `limit` is the name of the limit as in Limits, `left` what there is of it. `lasting`: no waiting makes it enough.
+    `limit` is the name of the limit as in Limits, `status` what there is of it. `lasting`: no waiting makes it enough.
     """
 
     def __init__(self, left: LimitStatus, retry_after_s: int, message: str, *, lasting: bool) -> None:
         super().__init__(message)
         self.limit = left.measure.value
-        self.left = left
+        self.status = left
         self.retry_after_s = retry_after_s
         self.message = message
         self.lasting = lasting
@@ -39,7 +39,7 @@ def denial_error(refused: Denied, caller: Caller, hold: Hold) -> Exception:
     (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
     message = _explained(refused, cap, _subject_text(refused.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
-    lasting = cap.least > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
+    lasting = cap.min_amount > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
     return QuotaExceeded(
         LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting
     )
@@ -72,7 +72,7 @@ def _explained(refused: Denied, cap: Cap, whose: str, retry_after_s: int) -> str
 
 
 def _over_budget(refused: Denied, cap: Cap, whose: str) -> str:
-    needed, used, allowed = cap.least / MICRO, refused.used / MICRO, refused.allowed / MICRO
+    needed, used, allowed = cap.min_amount / MICRO, refused.used / MICRO, refused.allowed / MICRO
     day = refused.reason is DenialReason.NEURONS_PER_DAY
     if needed > allowed:
         return (

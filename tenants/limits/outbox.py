@@ -29,13 +29,13 @@ class Outbox:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._own: tuple[Path, int] | None = None
+        self._current_file: tuple[Path, int] | None = None
 
     def append(self, records: Sequence[UsageRecord]) -> None:
         """All of them on the disk, or OSError; then some may be, and the caller keeps them all."""
-        if self._own is None:
-            self._own = self._create()
-        descriptor = self._own[1]
+        if self._current_file is None:
+            self._current_file = self._create()
+        descriptor = self._current_file[1]
         lines = b"\n" + b"".join(_line(record) for record in records)  # the line break ends what a full disk cut off
         written = os.write(descriptor, lines)
         while written < len(lines):
@@ -46,7 +46,7 @@ class Outbox:
         """Files that this process may replay: its own and those of processes that ended."""
         if not self._folder.is_dir():
             return []
-        return [path for path in sorted(self._folder.glob(f"*{SUFFIX}")) if self._mine(path) or _abandoned(path)]
+        return [path for path in sorted(self._folder.glob(f"*{SUFFIX}")) if self._is_current(path) or _abandoned(path)]
 
     def read(self, path: Path) -> tuple[list[UsageRecord], int]:
         """The file's records, and how many of its lines are damaged (a last line cut off by a crash is one)."""
@@ -66,16 +66,16 @@ class Outbox:
             path.rename(path.with_suffix(DAMAGED))
         else:
             path.unlink(missing_ok=True)
-        if self._mine(path):
+        if self._is_current(path):
             self.close()
 
     def close(self) -> None:
-        if self._own is not None:
-            os.close(self._own[1])
-            self._own = None
+        if self._current_file is not None:
+            os.close(self._current_file[1])
+            self._current_file = None
 
-    def _mine(self, path: Path) -> bool:
-        return self._own is not None and self._own[0] == path
+    def _is_current(self, path: Path) -> bool:
+        return self._current_file is not None and self._current_file[0] == path
 
     def _create(self) -> tuple[Path, int]:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)

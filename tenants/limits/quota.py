@@ -118,14 +118,16 @@ class Quota:
             day=decision.day,
             held=decision.held,
             output_tokens=demand.affordable(decision.held),
-            left=limits_status(measured, decision.left, started_us),
+            limits_left=limits_status(measured, decision.remaining, started_us),
         )
         opened = self._open.setdefault(
             (asked.account_id, request_id), _OpenReservation(granted, CallUsage(), self._clock())
         )
         return opened.reservation
 
-    async def left(self, account: Account, token_id: str = "", token: Limits = NO_LIMITS) -> Sequence[LimitStatus]:
+    async def limits_left(
+        self, account: Account, token_id: str = "", token: Limits = NO_LIMITS
+    ) -> Sequence[LimitStatus]:
         """What the account's limits have left now, and those of one of its tokens; of all classes that have any."""
         classes = sorted(account.limits.classes.keys() | token.classes.keys())
         pairs = [pair for name in ("", *classes) for pair in limited_subjects(account.limits, token_id, token, name)]
@@ -190,12 +192,12 @@ class Quota:
                 try:
                     await self._store.settle(batch)
                 except StoreUnavailable as outage:
-                    if not await self._put_aside(batch, outage):
+                    if not await self._append_to_outbox(batch, outage):
                         return
                 for _ in batch:
                     self._settled.popleft()
 
-    async def _put_aside(self, batch: Sequence[UsageRecord], outage: StoreUnavailable) -> bool:
+    async def _append_to_outbox(self, batch: Sequence[UsageRecord], outage: StoreUnavailable) -> bool:
         try:
             await asyncio.to_thread(self._outbox.append, batch)
         except OSError as error:
@@ -206,7 +208,7 @@ class Quota:
 
     async def renew(self) -> None:
         """Tells the store what open requests have used, each every CHECKPOINT_S, so that their holds last."""
-        while due := list(islice(self._due(), SETTLE_BATCH)):
+        while due := list(islice(self._renewals_due(), SETTLE_BATCH)):
             now_s = self._clock()
             records = []
             for key in due:
@@ -217,7 +219,7 @@ class Quota:
             await self._store.checkpoint(records, int(HOLD_S * MICRO))
             await asyncio.sleep(0)
 
-    def _due(self) -> Iterator[tuple[str, str]]:
+    def _renewals_due(self) -> Iterator[tuple[str, str]]:
         now_s = self._clock()
         for key, opened in self._open.items():
             if 0 <= now_s - opened.written_s < CHECKPOINT_S:

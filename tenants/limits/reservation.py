@@ -33,23 +33,23 @@ class NeuronPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class QuotaRequest(NamedTuple):
     """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
-    less it is content with `least_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
+    less it is content with `min_output_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
 
     model: str
     price: NeuronPrice
     prompt_tokens: int
     output_tokens: int
-    least_tokens: int | None = None
+    min_output_tokens: int | None = None
     model_class: str = ""
     tags: tuple[str, ...] = ()
     metadata: str = ""
 
     def size(self) -> RequestSize:
         most, price = self.output_tokens, self.price
-        least = most if self.least_tokens is None else min(self.least_tokens, most)
+        least = most if self.min_output_tokens is None else min(self.min_output_tokens, most)
         return RequestSize(
             micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
-            least=price.micro_neurons(self.prompt_tokens, 0, least),
+            min_micro_neurons=price.micro_neurons(self.prompt_tokens, 0, least),
             input_tokens=self.prompt_tokens,
             output_tokens=most,
         )
@@ -78,8 +78,8 @@ class CallUsage(msgspec.Struct, frozen=True):
 class Reservation(msgspec.Struct, frozen=True):
     """A granted request. `held` micro-neurons are charged to `day` until it is settled.
 
-    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `left` is what its
-    limits have left while it holds these.
+    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `limits_left` is what
+    its limits have left while it holds these.
     """
 
     account_id: str
@@ -94,13 +94,13 @@ class Reservation(msgspec.Struct, frozen=True):
     subjects: str = ""
     tags: str = ""
     metadata: str = ""
-    left: tuple[LimitStatus, ...] = ()
+    limits_left: tuple[LimitStatus, ...] = ()
 
-    def after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
+    def limits_after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
         """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
         back = (self.held - self._micro_neurons(spent)) / MICRO
-        budgets = (left for left in self.left if left.measure in BUDGETS)
-        return tuple(left._replace(left=max(0.0, min(left.allowed, left.left + back))) for left in budgets)
+        budgets = (left for left in self.limits_left if left.measure in BUDGETS)
+        return tuple(left._replace(remaining=max(0.0, min(left.allowed, left.remaining + back))) for left in budgets)
 
     def neurons(self, spent: CallUsage) -> float:
         """What `spent` costs; the same number that the ledger keeps."""

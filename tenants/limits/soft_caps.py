@@ -32,10 +32,10 @@ class SoftCaps:
     def __init__(self, store: NoticeStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self._told: OrderedDict[str, None] = OrderedDict()
+        self._sent_ids: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[str, Notice] = {}
 
-    def consider(self, account: Account, found: Iterable[LimitStatus]) -> None:
+    def check(self, account: Account, found: Iterable[LimitStatus]) -> None:
         """What its neuron limits have left now. A few microseconds where nobody wants to know; never raises."""
         notices = account.settings.notices
         if notices is None:
@@ -43,19 +43,19 @@ class SoftCaps:
         for left in found:
             if left.measure not in BUDGETS:
                 continue
-            used = 1.0 if left.allowed <= 0 else 1 - left.left / left.allowed
+            used = 1.0 if left.allowed <= 0 else 1 - left.remaining / left.allowed
             for part in notices.at:
                 if used >= part - 1e-9:
-                    self._pass(account, notices.url, left, part)
+                    self._queue_notice(account, notices.url, left, part)
 
-    def _pass(self, account: Account, url: str, left: LimitStatus, part: float) -> None:
+    def _queue_notice(self, account: Account, url: str, left: LimitStatus, part: float) -> None:
         now = self._clock()
         day = day_of(int(now * MICRO))
         first = day if left.measure is DenialReason.NEURONS_PER_DAY else first_of_month(day)
         window = datetime.fromtimestamp(first * 86_400, UTC).strftime("%Y-%m-%d")
         which = f"{account.id} {left.subject} {left.measure} {window} {part} {left.allowed}"
         id = f"notice_{sha256(which.encode()).hexdigest()[:32]}"
-        if id in self._told or id in self._pending or len(self._pending) >= PENDING_MAX:
+        if id in self._sent_ids or id in self._pending or len(self._pending) >= PENDING_MAX:
             return
         body = {
             "type": "limit.used",
@@ -67,7 +67,7 @@ class SoftCaps:
                 "window": window,
                 "part": part,
                 "allowed": left.allowed,
-                "used_or_reserved": round(left.allowed - left.left, 6),
+                "used_or_reserved": round(left.allowed - left.remaining, 6),
             },
         }
         self._pending[id] = Notice(id, account.id, url, msgspec.json.encode(body), now)
@@ -86,9 +86,9 @@ class SoftCaps:
         for id, notice in list(self._pending.items()):
             await self._store.add(notice)
             del self._pending[id]
-            self._told[id] = None
-            if len(self._told) > PASSED_MAX:
-                self._told.popitem(last=False)
+            self._sent_ids[id] = None
+            if len(self._sent_ids) > PASSED_MAX:
+                self._sent_ids.popitem(last=False)
 
 
 def notice_signer(secret: bytes) -> Callable[[str], bytes]:

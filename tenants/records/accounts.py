@@ -28,11 +28,11 @@ class Account(msgspec.Struct, frozen=True):
     revision: int = 1
 
     @property
-    def most(self) -> Limits:
+    def ceiling_limits(self) -> Limits:
         """What its administrators may lower, and never raise."""
         return overlay(self.plan.limits, self.ceiling)
 
     @property
     def limits(self) -> Limits:
         """What holds."""
-        return tighter(self.most, self.own)
+        return tighter(self.ceiling_limits, self.own)

@@ -36,7 +36,7 @@ class Cap(msgspec.Struct, frozen=True, array_like=True):
     measure: DenialReason
     amount: int
     allowed: int
-    least: int = 0
+    min_amount: int = 0
     cost_us: int = 0
     room_us: int = 0
 
@@ -56,12 +56,12 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, frozen=True):
-    """`held` micro-neurons are kept and charged to `day`. `left` is what each cap has left now, in its order:
+    """`held` micro-neurons are kept and charged to `day`. `remaining` is what each cap has left now, in its order:
     micro-neurons, requests at once, and for rates the microseconds that they may still run ahead."""
 
     day: int
     held: int = 0
-    left: tuple[int, ...] = ()
+    remaining: tuple[int, ...] = ()
 
 
 class Denied(msgspec.Struct, frozen=True):

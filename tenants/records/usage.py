@@ -43,7 +43,7 @@ class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
         return self.micro_neurons / MICRO
 
     @property
-    def counted(self) -> tuple[str, ...]:
+    def subjects_counted(self) -> tuple[str, ...]:
         """All subjects whose counters it is in, the account's, "", first."""
         return ("", *self.subjects.split("\n")) if self.subjects else ("",)
 

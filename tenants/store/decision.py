@@ -65,7 +65,7 @@ def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
     room = remaining(cap, used, now_us)
     match cap.measure:
         case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
-            if room >= cap.least:
+            if room >= cap.min_amount:
                 return None
             return Denied(cap.measure, _until_us(cap, now_us), cap.allowed, cap.allowed - room, cap.subject)
         case DenialReason.CONCURRENT_REQUESTS:

@@ -106,7 +106,7 @@ async def test_usage_and_counters_are_read_and_an_open_request_settles(store: St
         UsageRow(DAY, token, MODEL, 1, 50, 5, 0, 6),
         UsageRow(DAY, token, MODEL, 1, 37, 10, 4, 15, "x\ny"),
     ]
-    for subject in records["done-1"].counted:
+    for subject in records["done-1"].subjects_counted:
         (await store.quotas.reconcile(ann, DAY, subject)).check()
     final = UsageRecord(
         ann, "open-1", DAY, 41, 10, 4, 17, "done", token, MODEL, int(facts["now_s"] * MICRO), 50.0, 12.5,
@@ -114,7 +114,7 @@ async def test_usage_and_counters_are_read_and_an_open_request_settles(store: St
     )  # fmt: skip
     await store.quotas.settle([final])
     assert await store.quotas.totals(ann, DAY) == Totals(3, 128, 25, 8, 38)
-    for subject in final.counted:
+    for subject in final.subjects_counted:
         (await store.quotas.reconcile(ann, DAY, subject)).check()
 
 

@@ -43,7 +43,7 @@ def nothing_is_held() -> None:
     reserve = RedisQuotaStore.reserve
 
     async def naive(self: Any, hold: Any) -> Any:
-        caps = tuple(msgspec.structs.replace(cap, amount=min(cap.amount, 1), least=0) for cap in hold.caps)
+        caps = tuple(msgspec.structs.replace(cap, amount=min(cap.amount, 1), min_amount=0) for cap in hold.caps)
         decision = await reserve(self, msgspec.structs.replace(hold, held=0, caps=caps))
         return msgspec.structs.replace(decision, held=hold.held) if isinstance(decision, Granted) else decision
 
@@ -56,7 +56,7 @@ def an_outage_loses_settlements() -> None:
     async def careless(self: Quota, batch: Sequence[UsageRecord], outage: Exception) -> bool:
         return True
 
-    Quota._put_aside = careless  # type: ignore[method-assign]
+    Quota._append_to_outbox = careless  # type: ignore[method-assign]
 
 
 BREAKS: Final[dict[str, Callable[[], None]]] = {

@@ -138,7 +138,7 @@ def _prompt_tokens(cluster: Cluster, visits: Sequence[Visit]) -> dict[str, int]:
     model = open_catalogue(load_config(cluster.folder / "hearth.toml")).find(MODEL)
     assert model is not None
     prompts = {visit.prompt for visit in visits}
-    return {prompt: len(model.text.encode_chat([{"role": "user", "content": prompt}])) for prompt in prompts}
+    return {prompt: len(model.tokenizer.encode_chat([{"role": "user", "content": prompt}])) for prompt in prompts}
 
 
 def _reckon_one(

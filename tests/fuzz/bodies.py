@@ -176,8 +176,8 @@ def read(path: str, query: bytes, body: bytes) -> bool:
         asked = DIALECTS[path].read(body, query, None, 7)
         if not isinstance(asked, GenerationRequest):
             return True
-        prompt, text = asked.prompt, MODEL.text
-        options = {name: value for name, value in prompt.template_options.items() if name in text.options}
+        prompt, text = asked.prompt, MODEL.tokenizer
+        options = {name: value for name, value in prompt.template_options.items() if name in text.template_options}
         if prompt.messages is not None and prompt.length < 4096:
             text.encode_chat(prompt.messages, prompt.tools, options=options)
         asked.reply(MODEL.name, "id", 7)

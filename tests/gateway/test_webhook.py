@@ -67,7 +67,7 @@ async def test_a_part_of_a_budget_that_is_used_is_told_once_and_signed(
     limits = Limits(neurons_per_day=0.2)
     async with receiver() as told, served(tmp_path, limits=limits, private_notices=True) as gateway:
         settings = Settings(notices=Notices(told.url, (0.5, 1.0)))
-        await gateway.accounts.amend(gateway.account_id, lambda account: structs.replace(account, settings=settings))
+        await gateway.accounts.update(gateway.account_id, lambda account: structs.replace(account, settings=settings))
         await asyncio.sleep(0.6)
         for _ in range(3):
             await gateway.run(**TEN)
@@ -171,10 +171,10 @@ async def test_a_store_that_is_away_keeps_what_is_to_be_told(tmp_path: Path) -> 
     accounts = AccountService(store, SECRET, clock)
     account = await accounts.create("ann")
     settings = Settings(notices=Notices("https://ann.example/"))
-    account = await accounts.amend(account.id, lambda one: structs.replace(one, settings=settings))
+    account = await accounts.update(account.id, lambda one: structs.replace(one, settings=settings))
     thresholds = SoftCaps(store.notices, clock)
     day = LimitStatus("", DenialReason.NEURONS_PER_DAY, 10.0, 1.0, 5)
-    thresholds.consider(account, [day, LimitStatus("", DenialReason.REQUESTS_PER_MINUTE, 9, 0, 1)])
+    thresholds.check(account, [day, LimitStatus("", DenialReason.REQUESTS_PER_MINUTE, 9, 0, 1)])
     store._file.run("PRAGMA query_only = 1")
     with pytest.raises(StoreUnavailable):
         await thresholds.flush()

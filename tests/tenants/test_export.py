@@ -49,7 +49,7 @@ class Town:
         self.ids: list[str] = []
 
     async def settle(self) -> None:
-        await self.accounts.keep_plan(Plan("team", Limits(requests_per_minute=9), weight=2.5))
+        await self.accounts.put_plan(Plan("team", Limits(requests_per_minute=9), weight=2.5))
         await self.audit.write(SYSTEM, "command line", "plan.change", "team")
         for name, plan in (("ann", "team"), ("bob", DEFAULT_PLAN.name)):
             ceiling = Limits(classes={"large": Limits(neurons_per_month=5.5)})
@@ -60,7 +60,7 @@ class Town:
             await self._use(account.id)
         ann, bob = self.ids
         wishes = Settings(zero_retention=True, sharing=(ann, bob), regions=("eu",))
-        await self.accounts.amend(ann, lambda one: structs.replace(one, settings=wishes, own=Limits(burst=None)))
+        await self.accounts.update(ann, lambda one: structs.replace(one, settings=wishes, own=Limits(burst=None)))
         await self.accounts.purge_cache(ann)
         await self.accounts.suspend(bob)
         await self.accounts.resume(bob)
@@ -301,13 +301,13 @@ async def test_what_is_something_else_here_is_a_conflict(town: Town, target: Sto
     await imported(content, target)
     there = AccountService(target, SECRET)
     token = next(token for token in await there.tokens(bob) if token.name == "plain")
-    await there.keep_plan(structs.replace(await there.plan("team"), weight=9.0))
+    await there.put_plan(structs.replace(await there.plan("team"), weight=9.0))
     await refused(content, target, "the plan team is another one here")
-    await there.keep_plan(await town.accounts.plan("team"))
-    await there.change(token.id, "renamed", token.expires_at, token.grant, token.limits)
+    await there.put_plan(await town.accounts.plan("team"))
+    await there.update_token(token.id, "renamed", token.expires_at, token.grant, token.limits)
     await refused(content, target, f"token {token.id} is there already and not as")
-    await there.change(token.id, token.name, token.expires_at, token.grant, token.limits)
-    await there.amend(ann, lambda account: account)
+    await there.update_token(token.id, token.name, token.expires_at, token.grant, token.limits)
+    await there.update(ann, lambda account: account)
     await refused(content, target, f"account {ann} is there already, in revision")
 
 
@@ -322,7 +322,7 @@ async def test_a_record_or_an_audit_log_that_differs_is_a_conflict(town: Town, t
 
 
 async def test_the_default_plan_of_a_store_that_uses_it_is_not_replaced(town: Town, target: Store) -> None:
-    await town.accounts.keep_plan(structs.replace(DEFAULT_PLAN, weight=3.0))
+    await town.accounts.put_plan(structs.replace(DEFAULT_PLAN, weight=3.0))
     content = await exported(town.store, town.ids[1])
     carol = await AccountService(target, SECRET).create("carol")
     await refused(content, target, "the plan default is another one here")

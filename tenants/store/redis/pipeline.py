@@ -59,17 +59,17 @@ class CommandPipeline:
     def __init__(self, url: str) -> None:
         self._connection = connect(url).make_connection()
         self._waiting: dict[_PendingCommand, None] = {}  # in the order of asking
-        self._turn = asyncio.Lock()
-        self._away = False  # since the last flight
+        self._lock = asyncio.Lock()
+        self._down = False  # since the last flight
 
     async def ask(self, *commands: Command) -> list[Any]:
         """The answers, an error of Redis itself among them. Raises StoreUnavailable when there are none."""
         questions = [_PendingCommand(command) for command in commands]
         self._waiting.update(dict.fromkeys(questions))
         try:
-            async with self._turn:
+            async with self._lock:
                 while questions and not questions[-1].answered:
-                    await self._fly()
+                    await self._send_flight()
         finally:
             for question in questions:
                 self._waiting.pop(question, None)  # a caller who left takes its commands along
@@ -82,14 +82,14 @@ class CommandPipeline:
     async def close(self) -> None:
         await self._connection.disconnect(nowait=True)
 
-    async def _fly(self) -> None:
+    async def _send_flight(self) -> None:
         """Answers the first FLIGHT questions; all that wait, with the error, where Redis is not there."""
-        batch = list(islice(self._waiting, PROBE_COMMANDS if self._away else PIPELINE_COMMANDS))
+        batch = list(islice(self._waiting, PROBE_COMMANDS if self._down else PIPELINE_COMMANDS))
         try:
-            answers = await (self._send(batch) if self._away else self._send_twice(batch))
-            self._away = False
+            answers = await (self._send(batch) if self._down else self._send_twice(batch))
+            self._down = False
         except (RedisError, OSError) as error:
-            self._away = True
+            self._down = True
             batch = list(self._waiting)
             answers = [error] * len(batch)
         for question, answer in zip(batch, answers, strict=True):

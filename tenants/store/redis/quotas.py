@@ -110,12 +110,12 @@ class RedisQuotaStore:
 
 def _recorded(packed: Sequence[bytes], holds: Sequence[bytes], day: int, subject: str) -> Totals:
     """The sums over the day's records and holds that are counted for the subject."""
-    records = [record for record in map(_unpack_record, packed) if subject in record.counted]
+    records = [record for record in map(_unpack_record, packed) if subject in record.subjects_counted]
     parts = [hold.split(b":", 4) for hold in holds]
     held = [
         int(amount)
         for of_day, amount, _, _, record in parts
-        if int(of_day) == day and subject in _unpack_record(record).counted
+        if int(of_day) == day and subject in _unpack_record(record).subjects_counted
     ]
     sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
     return Totals(requests=len(records), held=sum(held), open=len(held), **sums)

@@ -133,7 +133,9 @@ class SqliteQuotaStore:
                 state = _HoldState(*self._run(_HOLD_STATE, key).fetchone())
             if (reason := _denial(state)) is not None:
                 return Denied(reason)
-            used = {subject: self._usage_of(account_id, subject, now_us, hold.caps) for subject in record.counted}
+            used = {
+                subject: self._usage_of(account_id, subject, now_us, hold.caps) for subject in record.subjects_counted
+            }
             if state.held_day is not None:
                 after = tuple(remaining(cap, used[cap.subject], now_us) for cap in hold.caps)
                 return Granted(state.held_day, state.held or 0, after)
@@ -163,7 +165,7 @@ class SqliteQuotaStore:
     def _hold(self, hold: Hold, granted: Granted, used: dict[str, SubjectUsage], now_us: int) -> None:
         record, account_id = hold.record, hold.record.account_id
         rates = []
-        for subject in record.counted:
+        for subject in record.subjects_counted:
             costs = {cap.measure: cap for cap in hold.caps if cap.subject == subject}
             requests = costs.get(DenialReason.REQUESTS_PER_MINUTE)
             input_tokens = costs.get(DenialReason.INPUT_TOKENS_PER_MINUTE)
@@ -274,13 +276,13 @@ class SqliteQuotaStore:
         else:
             requests, change = 0, self._replace_expired(row)
         held, holds = (release.held, 1) if release else (0, 0)
-        for subject in record.counted:
+        for subject in record.subjects_counted:
             self._run(_ADD_TO_DAY, (record.account_id, subject, day, requests, *change, -held, -holds))
         if release is not None:
             self._release_gauges(record, release, now_us)
 
     def _release_gauges(self, record: UsageRecord, release: _Release, now_us: int) -> None:
-        for subject, rate in zip(record.counted, release.rates.split(","), strict=False):
+        for subject, rate in zip(record.subjects_counted, release.rates.split(","), strict=False):
             lasts = lasts_us(record.completion_tokens, int(rate)) if rate not in ("", "0") else 0
             start_us = now_us if lasts else 0
             self._run(_TAKE_FROM_GAUGE, (release.output, start_us, lasts, record.account_id, subject))

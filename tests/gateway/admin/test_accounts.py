@@ -16,7 +16,7 @@ POLICIES = [{"permission_groups": [{"id": "account:admin"}]}]
 @looped
 async def test_an_accounts_life(tmp_path: Path, store_url: str) -> None:
     async with kept(tmp_path, store_url=store_url) as house:
-        await house.gateway.accounts.keep_plan(Plan("free", Limits(requests_per_minute=9)))
+        await house.gateway.accounts.put_plan(Plan("free", Limits(requests_per_minute=9)))
         made = await house.operate("POST", "/accounts", {"name": "carol", "plan": "free"})
         carol = made.json["result"]
         assert (carol["name"], carol["plan"], carol["limits"]["in_force"]) == (
@@ -64,7 +64,7 @@ async def test_an_accounts_life(tmp_path: Path, store_url: str) -> None:
 @looped
 async def test_lists_by_name_plan_and_suspension(tmp_path: Path, store_url: str) -> None:
     async with kept(tmp_path, store_url=store_url) as house:
-        await house.gateway.accounts.keep_plan(Plan("free"))
+        await house.gateway.accounts.put_plan(Plan("free"))
         for name in ("Zoë one", "zoË two"):
             await house.operate("POST", "/accounts", {"name": name, "plan": "free"})
         await house.gateway.accounts.suspend(house.bob_id)

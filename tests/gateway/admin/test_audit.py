@@ -104,7 +104,7 @@ class Change(NamedTuple):
 async def changes(house: House) -> list[Change]:
     """All of them, each with a token and a plan of its own to be spent."""
     found = []
-    await house.gateway.accounts.keep_plan(Plan("spare"))
+    await house.gateway.accounts.put_plan(Plan("spare"))
     for method, path, operation in house.document.operations:
         if method == "GET" or "/ai/" in path or path.startswith("/v1/"):
             continue

@@ -122,7 +122,7 @@ async def ask(
     """With a token and a plan that may go, so that whoever is let in does no harm to those after it."""
     accounts = house.gateway.accounts
     spare, _ = await accounts.mint(house.ann_id, "spare")
-    await accounts.keep_plan(Plan("spare"))
+    await accounts.put_plan(Plan("spare"))
     try:
         return await house.ask(method, filled(path, account_id, spare.id), body_of(operation), token=who.token)
     finally:

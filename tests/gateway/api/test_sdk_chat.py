@@ -46,7 +46,7 @@ def script(gateway: Served, text: str) -> None:
     """What every answer says from now on, before it stops."""
     model = gateway.app._serving.endpoint.catalogue.find(MODEL)
     assert model is not None
-    gateway.behaviour.script = model.text.encode_prompt(text)
+    gateway.behaviour.script = model.tokenizer.encode_prompt(text)
 
 
 @looped
@@ -221,7 +221,7 @@ async def test_a_template_gets_the_variables_that_it_knows(tmp_path: Path) -> No
             ({"chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": 1}}, "high hello"),
         ):
             await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1, extra_body=asked)
-            assert gateway.fleet.submits[-1].tokens == array_of(model.text.encode_prompt(text))
+            assert gateway.fleet.submits[-1].tokens == array_of(model.tokenizer.encode_prompt(text))
         for name in ("messages", "tools", "add_generation_prompt", "raise_exception", "__tick__", "bos_token"):
             refused = await gateway.chat(chat_template_kwargs={name: "x"})
             assert refused.json["error"]["param"] == f"chat_template_kwargs.{name}"

@@ -232,14 +232,14 @@ async def test_a_document_ended_by_a_stop_string_is_none(tmp_path: Path) -> None
     async with asking(tmp_path) as (gateway, client, _):
         model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
-        gateway.behaviour.script = model.text.encode_prompt('{"city": "Rome"}')
+        gateway.behaviour.script = model.tokenizer.encode_prompt('{"city": "Rome"}')
         asked: Any = {"model": MODEL, "messages": HELLO, "response_format": {"type": "json_object"}}
         said = await client.chat.completions.create(**asked)
         assert said.choices[0].message.content == '{"city": "Rome"}'
         with pytest.raises(openai.BadRequestError, match="'stop'") as bad:
             await client.chat.completions.create(**asked, stop=["Ro"])
         assert code_of(bad.value) == (400, 5024)
-        gateway.behaviour.script = model.text.encode_prompt("no document at all")
+        gateway.behaviour.script = model.tokenizer.encode_prompt("no document at all")
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.chat.completions.create(**asked)
         assert code_of(wrong.value) == (400, 5024)

@@ -38,7 +38,7 @@ def script(gateway: Served, text: str) -> None:
     """What every answer says from now on, before it stops."""
     model = gateway.app._serving.endpoint.catalogue.find(MODEL)
     assert model is not None
-    gateway.behaviour.script = model.text.encode_prompt(text)
+    gateway.behaviour.script = model.tokenizer.encode_prompt(text)
 
 
 @looped

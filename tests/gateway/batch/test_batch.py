@@ -381,10 +381,10 @@ async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(
         world.app._batches.stop()
         request_id = await submit(world, 2)
         settings = Settings(regions=("us",))
-        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
+        await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=settings))
         world.app._batches._stopped = False
         await asyncio.sleep(0.3)
-        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=Settings()))
+        await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=Settings()))
         result = await ended(world, request_id)
         assert all(one["success"] for one in result["responses"])
 
@@ -424,7 +424,7 @@ async def test_what_is_kept_is_not_to_be_read_and_zero_retention_keeps_nothing(t
         assert (refusal.status, refusal.code) == (400, 5006)
         assert "zero retention" in refusal.message
         settings = Settings(zero_retention=True)
-        await world.accounts.amend(world.account_id, lambda one: structs.replace(one, settings=settings))
+        await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=settings))
         with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
             assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
         await asyncio.sleep(0.6)

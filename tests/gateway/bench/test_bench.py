@@ -118,7 +118,7 @@ def test_a_text_of_the_made_up_tokenizer_is_as_many_tokens_as_words(tmp_path: Pa
         assert len(ids) == load.words
         assert [word_of_id(id) for id in ids] == prompt.split(" ")
     for id in (0, 1, 999):
-        assert text.decoder([]).push([id]) == f" {word_of_id(id)}"
+        assert text.detokenizer([]).push([id]) == f" {word_of_id(id)}"
     assert text.stop_ids == []
 
 

@@ -82,7 +82,7 @@ def test_minilm_is_read_as_it_is() -> None:
     assert vectors is not None
     assert (vectors.poolings[0], vectors.normalized, vectors.dimensions) == (Pooling.MEAN, True, 384)
     assert vectors.tokens_max == 256
-    assert vectors.cuts == frozenset()
+    assert vectors.allowed_dimensions == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_prompts_are_read_and_instructions_known_where_there_is_a_place_for_them
     assert vectors.document == "passage: "
     plain = read_embedding_spec(tmp_path / "none", QWEN, entry(), ModelTask.EMBEDDINGS)
     assert plain is not None
-    assert not plain.instructed
+    assert not plain.takes_instruction
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_vectors_may_be_cut_where_config_or_operator_say_so(
 ) -> None:
     vectors = read_embedding_spec(tmp_path, {**BERT, **said}, entry(matryoshka=matryoshka), ModelTask.EMBEDDINGS)
     assert vectors is not None
-    assert vectors.cuts == cuts
+    assert vectors.allowed_dimensions == cuts
 
 
 def test_robertas_positions_begin_behind_its_padding() -> None:

@@ -161,7 +161,7 @@ def test_what_the_administrators_lowered_stays_lowered(shell: Shell) -> None:
 
     id, secret = shell.account(), server_secret(load_config())
     own = Limits(concurrent_requests=2)
-    on_store(lambda store: AccountService(store, secret).amend(id, lambda account: structs.replace(account, own=own)))
+    on_store(lambda store: AccountService(store, secret).update(id, lambda account: structs.replace(account, own=own)))
     found = shell.json("accounts", "limits", id, "--concurrent-requests", "50")
     assert (found["limits"]["concurrent_requests"], found["ceiling"]["concurrent_requests"]) == (2, 50)
 

@@ -215,6 +215,10 @@ def test_an_encoder_comes_with_what_says_how_it_gives_vectors(tmp_path: Path, hu
     model = open_catalogue(load_config(state_folder=tmp_path / ".hearth")).find("@hf/org/encoder")
     assert model is not None
     assert model.task is ModelTask.EMBEDDINGS
-    assert model.vectors is not None
-    assert (model.vectors.poolings[0], model.vectors.normalized, model.vectors.tokens_max) == (Pooling.MEAN, True, 256)
+    assert model.embedding_spec is not None
+    assert (model.embedding_spec.poolings[0], model.embedding_spec.normalized, model.embedding_spec.tokens_max) == (
+        Pooling.MEAN,
+        True,
+        256,
+    )
     assert not (model.folder / "onnx").exists()

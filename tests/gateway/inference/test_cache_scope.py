@@ -38,7 +38,7 @@ class World:
         return account.id
 
     async def settings(self, account_id: str, settings: Settings) -> None:
-        await self.accounts.amend(account_id, lambda account: structs.replace(account, settings=settings))
+        await self.accounts.update(account_id, lambda account: structs.replace(account, settings=settings))
         self.now += 1
 
     async def caller(self, account_id: str) -> Caller:
@@ -132,9 +132,9 @@ async def test_zero_retention_begins_with_a_purge(tmp_path: Path) -> None:
 async def test_a_plan_and_settings_say_how_an_account_is_treated(tmp_path: Path) -> None:
     world = World(tmp_path)
     plan = Plan("team", Limits(), weight=3.0, sequences=4, kv_blocks=50, floor_blocks=5, cap_blocks=9, wait_s=2.5)
-    await world.accounts.keep_plan(plan)
+    await world.accounts.put_plan(plan)
     ann = await world.account("ann", Settings(cache_keep_s=60.0))
-    await world.accounts.amend(ann, lambda account: structs.replace(account, plan=plan))
+    await world.accounts.update(ann, lambda account: structs.replace(account, plan=plan))
     terms = terms_of(await world.caller(ann), zero=False)
     assert (terms.weight, terms.sequences, terms.blocks, terms.floor_blocks, terms.cap_blocks) == (3.0, 4, 50, 5, 9)
     assert (terms.keep_s, terms.erase) == (60.0, False)
@@ -176,7 +176,7 @@ async def test_one_request_can_ask_for_zero_retention(tmp_path: Path) -> None:
 async def test_a_header_cannot_lift_the_accounts_own_zero_retention(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         settings = Settings(zero_retention=True)
-        await gateway.accounts.amend(gateway.account_id, lambda one: structs.replace(one, settings=settings))
+        await gateway.accounts.update(gateway.account_id, lambda one: structs.replace(one, settings=settings))
         await asyncio.sleep(0.6)
         zero = await submitted(gateway, cf_aig_zdr="false")
         assert (zero.terms.erase, zero.terms.keep_s) == (True, 300.0)
@@ -187,7 +187,9 @@ async def test_calls_are_served_in_allowed_regions_alone(tmp_path: Path) -> None
     async with served(tmp_path, region="eu-west") as gateway:
         for regions, status in ((("eu-west", "us"), 200), (("us",), 403), ((), 200)):
             settings = Settings(regions=regions)
-            await gateway.accounts.amend(gateway.account_id, lambda one, to=settings: structs.replace(one, settings=to))
+            await gateway.accounts.update(
+                gateway.account_id, lambda one, to=settings: structs.replace(one, settings=to)
+            )
             await asyncio.sleep(0.6)
             answer = await gateway.run(**TEN)
             assert answer.status == status

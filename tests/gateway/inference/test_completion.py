@@ -42,7 +42,7 @@ def ids(model: Model, *pieces: str) -> list[int]:
     return [
         id
         for piece in pieces
-        for id in ([model.text.added[piece]] if piece in TAGS else model.text.encode_prompt(piece))
+        for id in ([model.tokenizer.added_tokens[piece]] if piece in TAGS else model.tokenizer.encode_prompt(piece))
     ]
 
 
@@ -70,7 +70,9 @@ def test_a_thought_that_the_prompt_opened_goes_on(tmp_path: Path) -> None:
     found = received(thinker, prompt(tools=None), ids(thinker, "Hm.\n", "</think>", "\n\nYes."), opened=True)
     assert (found.completion().thought, found.completion().text) == ("Hm.", "Yes.")
     assert 0 < found.thought_tokens < len(ids(thinker, "Hm.\n", "</think>", "\n\nYes."))
-    tail = thinker.text.decoder(shown=MARKERS).push(ids(thinker, "<|im_start|>", "assistant\n", "<think>", "\n"))
+    tail = thinker.tokenizer.detokenizer(shown=MARKERS).push(
+        ids(thinker, "<|im_start|>", "assistant\n", "<think>", "\n")
+    )
     assert opens_reasoning(tail)
 
 
@@ -89,16 +91,16 @@ def test_a_raw_text_has_no_thoughts(tmp_path: Path) -> None:
 
 def test_the_format_is_that_of_the_template_or_of_the_settings(tmp_path: Path) -> None:
     found = model(tmp_path)
-    assert found.calls is not None
-    assert (found.calls.name, found.thinks, found.function_calling) == ("hermes", True, True)
+    assert found.tool_format is not None
+    assert (found.tool_format.name, found.has_reasoning, found.function_calling) == ("hermes", True, True)
     for name in TOOL_FORMATS:
         said = model(tmp_path, f'tool_format = "{name}"')
-        assert said.calls is not None
-        assert said.calls.name == name
+        assert said.tool_format is not None
+        assert said.tool_format.name == name
     with pytest.raises(SettingsError):
         model(tmp_path, 'tool_format = "telepathy"')
 
 
 def test_tools_are_for_models_whose_calls_are_known(tmp_path: Path) -> None:
     plain = model(tmp_path, template="{{ tools }}{{ messages[0].content }}")
-    assert (plain.calls, plain.thinks, plain.function_calling) == (None, False, False)
+    assert (plain.tool_format, plain.has_reasoning, plain.function_calling) == (None, False, False)

@@ -19,7 +19,7 @@ TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 def words(gateway: Served, ids: list[int]) -> str:
     model = gateway.app._serving.endpoint.catalogue.find(MODEL)
     assert model is not None
-    return model.text.decoder([]).push(ids)
+    return model.tokenizer.detokenizer([]).push(ids)
 
 
 def expected(gateway: Served, submit: frames.Submit, count: int = 10, choice: int = 0) -> str:
@@ -213,7 +213,7 @@ async def test_tool_calls_are_found_whole_and_streamed_in_both_dialects(tmp_path
         call = '{"name": "rain", "arguments": {"city": "Rome"}}'
         model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
-        gateway.behaviour.script = model.text.encode_prompt(call)
+        gateway.behaviour.script = model.tokenizer.encode_prompt(call)
         asked: dict[str, Any] = {
             "messages": [{"role": "user", "content": "rain?"}],
             "tools": [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}],
@@ -236,7 +236,7 @@ async def test_text_that_only_begins_like_a_call_is_shown_in_the_end(tmp_path: P
     async with served(tmp_path) as gateway:
         model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
-        gateway.behaviour.script = model.text.encode_prompt('{"no": "call"}')
+        gateway.behaviour.script = model.tokenizer.encode_prompt('{"no": "call"}')
         tools = [{"name": "rain", "parameters": {"type": "object"}}]
         answer = await gateway.run(messages=[{"role": "user", "content": "rain?"}], tools=tools, stream=True)
         assert "".join(event["response"] for event in answer.events[:-1]) == '{"no": "call"}'

@@ -24,7 +24,7 @@ def test_a_thousand_accounts_make_no_more_rows_than_the_cap() -> None:
     for i in range(1000):
         counted.finished(f"{i:032x}", "default", CallUsage(outcome="done"), 0.0)
     assert len(counted.rows) == 201
-    assert sum(row.endings["done"] for row in counted.rows.values()) == 1000
+    assert sum(row.outcomes["done"] for row in counted.rows.values()) == 1000
 
 
 def test_every_outcome_that_is_named_is_one_that_the_gateway_has() -> None:
@@ -39,4 +39,4 @@ def test_every_outcome_that_is_named_is_one_that_the_gateway_has() -> None:
     assert set(account_usage._ENDING) <= outcomes
     counted = AccountUsage(1)
     counted.finished(A, "default", CallUsage(outcome="made up"), 0.0)
-    assert counted.rows[A, "default"].endings["failed"] == 1
+    assert counted.rows[A, "default"].outcomes["failed"] == 1

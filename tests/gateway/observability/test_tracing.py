@@ -83,7 +83,7 @@ async def test_a_failed_request_is_a_failed_span(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("given", "seen"), [(PARENT, PARENT), ("junk", ""), ("00-" + "0" * 32 + PARENT[35:], "")])
 def test_without_an_exporter_only_a_good_traceparent_is_handed_on(given: str, seen: str) -> None:
-    span = RequestTracer(None).begin(MODEL, {b"traceparent": given.encode()})
+    span = RequestTracer(None).start_span(MODEL, {b"traceparent": given.encode()})
     assert span.traceparent == seen
 
 
@@ -102,7 +102,7 @@ def test_a_stuck_collector_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "FLUSH_S", 0.2)
     stuck = Stuck()
     traces = RequestTracer(stuck)
-    traces.begin(MODEL, {}).end(CallUsage(1, 0, 1, "done", None, 1.0))
+    traces.start_span(MODEL, {}).end(CallUsage(1, 0, 1, "done", None, 1.0))
     began = time.monotonic()
     traces.close()
     assert time.monotonic() - began < 5.0

@@ -163,7 +163,7 @@ def test_the_space_before_a_first_word_is_left_out_behind_special_tokens_too() -
     for name, shown in (("llama-2", "The"), ("gemma", " The"), ("unigram", "The"), ("wordpiece", "The")):
         tokenizer, table = kind(name)
         ids = tokenizer.encode(" The" if name == "gemma" else "The", add_special_tokens=False).ids
-        hidden = min(table.skipped)
+        hidden = min(table.special_ids)
         pieces = Utf8Detokenizer(table)
         text = pieces.push([hidden]) + pieces.push([hidden, *ids]) + pieces.push([hidden])
         assert text + pieces.finish() == shown == tokenizer.decode([hidden, *ids, hidden]), name
@@ -187,7 +187,7 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing(tmp_path: Path) -> None:
     """Models pad their vocabulary: config.json says how far."""
     folder = write(tmp_path, byte_level([]), None)
     (folder / "config.json").write_text('{"vocab_size": 5000}')
-    assert ModelTokenizer(folder).decoder().push([4999]) == ""
+    assert ModelTokenizer(folder).detokenizer().push([4999]) == ""
     assert ModelTokenizer(folder).token_bytes(4999) == b""
 
 
@@ -244,7 +244,7 @@ def test_a_stop_string_is_found_in_the_middle_of_tokens_and_over_many() -> None:
 
 def test_only_what_may_be_a_stop_string_is_held_back() -> None:
     text = ModelTokenizer(EMBER)
-    decoder = text.decoder(["</answer>"])
+    decoder = text.detokenizer(["</answer>"])
     assert decoder.push(text.encode_prompt("yes </ans")) == "yes "
     assert decoder.push(text.encode_prompt(" no")) == "</ans no"
     assert decoder.push(text.encode_prompt("</answer> never")) == ""

@@ -66,7 +66,7 @@ def test_a_framed_text_is_what_the_tokenizer_makes_of_it(make: object, tmp_path:
     for first in TEXTS:
         ids = text.encode_text(first)
         if control.isdisjoint(tokenizer.encode(first, add_special_tokens=False).ids):
-            assert text.frame.single(ids) == tokenizer.encode(first).ids
+            assert text.special_tokens.single(ids) == tokenizer.encode(first).ids
         assert control.isdisjoint(ids), "text became a control token"
 
 
@@ -77,14 +77,14 @@ def test_a_framed_pair_is_what_the_tokenizer_makes_of_it(make: object, tmp_path:
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     text = ModelTokenizer(tmp_path)
     for first, second in (("a", "a"), ("a b", "bad cab"), ("cab", "a")):
-        framed = text.frame.pair(text.encode_text(first), text.encode_text(second))
+        framed = text.special_tokens.pair(text.encode_text(first), text.encode_text(second))
         assert framed == tokenizer.encode(first, second).ids
-        assert len(framed) - len(text.encode_text(first) + text.encode_text(second)) == text.frame.pair_tokens
+        assert len(framed) - len(text.encode_text(first) + text.encode_text(second)) == text.special_tokens.pair_count
 
 
 def test_a_tokenizer_that_frames_nothing_has_an_empty_frame() -> None:
     tokenizer = byte_level()
     tokenizer.post_processor = processors.ByteLevel()
-    frame = SpecialTokens.of(tokenizer)
+    frame = SpecialTokens.from_tokenizer(tokenizer)
     assert frame.single([7]) == [7]
-    assert frame.tokens == 0
+    assert frame.count == 0

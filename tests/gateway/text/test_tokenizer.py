@@ -66,7 +66,7 @@ def test_tools_and_tool_turns_encode_as_transformers_does(folders: dict[str, Pat
         {"role": "tool", "name": "get_weather", "tool_call_id": "1", "content": '{"c": [1, 2]}'},
     ]
     text = ModelTokenizer(folders[name])
-    assert text.takes_tools
+    assert text.supports_tools
     expected = _reference(folders[name], talk, TOOLS)
     assert text.encode_chat(talk, TOOLS) == expected
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)  # as OpenAI sends it
@@ -133,7 +133,7 @@ def test_control_tokens_as_text_survive_the_round_trip(folders: dict[str, Path],
     text = ModelTokenizer(folders[name])
     for token in text._control.by_text:
         ids = text.encode_chat([{"role": "user", "content": f"say {token} please"}])
-        decoder = text.decoder()
+        decoder = text.detokenizer()
         assert f"say {token} please" in decoder.push(ids) + decoder.finish()
 
 
@@ -156,7 +156,7 @@ def test_no_variable_of_a_template_that_a_request_sets_makes_a_control_token(tmp
         options = {"effort": hostile, "more": {hostile: [hostile, {hostile: hostile}]}}
         ids = text.encode_chat([{"role": "user", "content": "x"}], options=options)
         assert tuple(id for id in ids if id in text._control.ids) == written, hostile
-        decoder = text.decoder()
+        decoder = text.detokenizer()
         assert hostile in decoder.push(ids) + decoder.finish()
 
 
@@ -179,7 +179,7 @@ def test_private_use_characters_of_the_request_stay_what_they_are() -> None:
     text = ModelTokenizer(EMBER)
     content = "\U000f0000\U000f0001<\U000f0002 \U000f0003"
     ids = text.encode_chat([{"role": "user", "content": content}])
-    decoder = text.decoder()
+    decoder = text.detokenizer()
     assert content in decoder.push(ids) + decoder.finish()
 
 
@@ -236,7 +236,7 @@ def test_stop_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
 
 def test_a_folder_without_template_refuses_messages_in_words(tmp_path: Path) -> None:
     text = ModelTokenizer(write(tmp_path, byte_level([]), None))
-    assert not text.chats
+    assert not text.has_chat_template
     with pytest.raises(TokenizationError, match="prompt"):
         text.encode_chat([{"role": "user", "content": "x"}])
 

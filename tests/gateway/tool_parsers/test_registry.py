@@ -226,7 +226,7 @@ def test_the_built_in_model_has_its_format() -> None:
     entry = next(entry for entry in model_entries(Config()) if entry.name == BUILT_IN)
     settings = json.loads((folder_of(Config(), entry) / "tokenizer_config.json").read_text())
     found = tool_format_of(settings["chat_template"], {})
-    assert ModelTokenizer(folder_of(Config(), entry)).takes_tools
+    assert ModelTokenizer(folder_of(Config(), entry)).supports_tools
     assert found is not None
     assert found.name == "ember"
 

@@ -44,7 +44,7 @@ def test_what_is_held_back_has_a_limit(format: str) -> None:
         assert isinstance(parser, ScanningParser)
         for piece in [begun, *[endless] * (BUFFERED_CHARS_MAX + 1000)]:
             parser.push(piece)
-            assert len(parser._tape.text) <= BUFFERED_CHARS_MAX + 100, (begun, endless)
+            assert len(parser._scanner.text) <= BUFFERED_CHARS_MAX + 100, (begun, endless)
         parser.finish()
 
 

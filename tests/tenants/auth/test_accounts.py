@@ -210,7 +210,7 @@ async def test_new_limits_reach_the_caller_within_a_second(accounts: AccountServ
     account_id, text = await minted(accounts)
     await accounts.verify(text)
     ceiling = Limits(requests_per_minute=5)
-    await accounts.amend(account_id, lambda account: structs.replace(account, ceiling=ceiling))
+    await accounts.update(account_id, lambda account: structs.replace(account, ceiling=ceiling))
     clock.now_s += 1
     assert (await accounts.verify(text)).account.limits.requests_per_minute == 5
 
@@ -382,11 +382,11 @@ async def test_a_changed_grant_is_in_force_within_a_second(store: Store) -> None
     account = await accounts.create("Ann")
     token, text = await accounts.mint(account.id, "ci", grant=Grant(models=("@cf/*",)))
     assert (await accounts.verify(text)).grant == Grant(models=("@cf/*",))
-    await accounts.change(token.id, "ci", None, Grant(models=("@hf/*",)))
+    await accounts.update_token(token.id, "ci", None, Grant(models=("@hf/*",)))
     now[0] += 1
     assert (await accounts.verify(text)).grant == Grant(models=("@hf/*",))
     with pytest.raises(NotFound):
-        await accounts.change("nobody", "n", None, Grant())
+        await accounts.update_token("nobody", "n", None, Grant())
 
 
 async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(
@@ -394,25 +394,25 @@ async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(
 ) -> None:
     account_id, text = await minted(accounts, expires_at=clock.now_s + 60, limits=Limits(requests_per_minute=7))
     token_id = parse_token(text)
-    assert await accounts.absent(account_id, token_id) == await accounts.verify(text)
+    assert await accounts.caller_of(account_id, token_id) == await accounts.verify(text)
     await accounts.suspend(account_id)
     with pytest.raises(AccountSuspended):
-        await accounts.absent(account_id, token_id)
+        await accounts.caller_of(account_id, token_id)
     await accounts.resume(account_id)
     clock.now_s += 61
     with pytest.raises(UnknownToken):
-        await accounts.absent(account_id, token_id)
+        await accounts.caller_of(account_id, token_id)
     _, other = await accounts.mint(account_id, "phone")
     await accounts.revoke(parse_token(other))
     with pytest.raises(UnknownToken):
-        await accounts.absent(account_id, parse_token(other))
+        await accounts.caller_of(account_id, parse_token(other))
     with pytest.raises(UnknownToken):
-        await accounts.absent("0" * 32, token_id)
+        await accounts.caller_of("0" * 32, token_id)
 
 
 async def test_who_came_with_a_jwt_needs_none_any_more(accounts: AccountService) -> None:
     account_id, _ = await minted(accounts)
-    caller = await accounts.absent(account_id, "jwt:acme:robot")
+    caller = await accounts.caller_of(account_id, "jwt:acme:robot")
     assert (caller.account.id, caller.token_id) == (account_id, "jwt:acme:robot")
 
 
@@ -422,7 +422,7 @@ async def test_turning_zero_retention_on_deletes_the_accounts_batches(
     account_id, _ = await minted(accounts)
     await store.batches.begin(BatchJob("one", account_id, "key", "@cf/a/b", 1, 60, int(clock()), 1 << 31))
     await store.batches.open(account_id, "one")
-    await accounts.amend(account_id, lambda account: structs.replace(account, settings=Settings(cache_keep_s=5)))
+    await accounts.update(account_id, lambda account: structs.replace(account, settings=Settings(cache_keep_s=5)))
     assert await store.batches.get(account_id, "one") is not None
-    await accounts.amend(account_id, lambda account: structs.replace(account, settings=Settings(zero_retention=True)))
+    await accounts.update(account_id, lambda account: structs.replace(account, settings=Settings(zero_retention=True)))
     assert await store.batches.get(account_id, "one") is None

@@ -31,7 +31,7 @@ def test_a_ceiling_stands_in_for_its_plans_limits_and_own_ones_only_lower() -> N
     assert account.limits == Limits(600, 500.0, 5, 10, neurons_per_month=9_000.0)
     lowered = structs.replace(account, own=Limits(neurons_per_day=50.0, concurrent_requests=900))
     assert lowered.limits == Limits(600, 50.0, 5, 10, neurons_per_month=9_000.0)
-    assert lowered.most == account.limits
+    assert lowered.ceiling_limits == account.limits
 
 
 def test_a_rate_that_is_replaced_takes_its_burst_along() -> None:
@@ -198,10 +198,10 @@ async def test_a_suspended_account_starts_nothing(store: Store, clock: Any) -> N
 def test_what_is_left_is_told_in_the_limits_own_unit() -> None:
     (requests,) = caps_of([("", Limits(requests_per_minute=60, burst=10))], RequestSize())
     left = limit_status(requests, 7_500_000, NOON_US)
-    assert (left.left, left.reset_s, left.allowed) == (7, 3, 60)
+    assert (left.remaining, left.reset_s, left.allowed) == (7, 3, 60)
     (month,) = caps_of([("", Limits(neurons_per_month=2.0))], RequestSize())
     assert limit_status(month, 1_500_000, NOON_US)[2:] == (2.0, 1.5, 43_200)
-    assert limit_status(month, -3, NOON_US).left == 0
+    assert limit_status(month, -3, NOON_US).remaining == 0
 
 
 # ---- simulation
@@ -218,14 +218,14 @@ class Slow:
         return [
             (ask, granted)
             for _, ask, granted in self.begun
-            if ask.record.request_id not in self.ended and subject in ask.record.counted
+            if ask.record.request_id not in self.ended and subject in ask.record.subjects_counted
         ]
 
     def neurons(self, subject: str, first: int, last: int) -> int:
         settled = [
             record.micro_neurons
             for _, record in self.ended.values()
-            if subject in record.counted and first <= record.day <= last
+            if subject in record.subjects_counted and first <= record.day <= last
         ]
         return sum(settled) + sum(one.held for _, one in self.open(subject) if first <= one.day <= last)
 
@@ -248,7 +248,7 @@ class Slow:
             settled = [
                 (when_us, -(-record.completion_tokens * 60 * MICRO // cap.allowed))
                 for when_us, record in self.ended.values()
-                if subject in record.counted and record.completion_tokens
+                if subject in record.subjects_counted and record.completion_tokens
             ]
             held = sum(ask.output for ask, _ in self.open(subject))
             return cap.room_us - self.behind_us(settled, now_us) - -(-held * 60 * MICRO // cap.allowed)
@@ -265,7 +265,7 @@ class Slow:
         for cap in ask.caps:
             room = self.left(cap, now_us)
             if cap.measure in (DenialReason.NEURONS_PER_DAY, DenialReason.NEURONS_PER_MONTH):
-                if room < cap.least:
+                if room < cap.min_amount:
                     return cap.measure
                 granted = min(granted, room)
             elif room < (1 if cap.measure is DenialReason.CONCURRENT_REQUESTS else cap.cost_us):
@@ -319,7 +319,7 @@ async def test_every_limit_of_every_subject_decides_as_the_slow_oracle_does(
             if isinstance(decision, Granted):
                 assert isinstance(expected, Granted), f"step {step}: {expected}"
                 assert (decision.day, decision.held) == (expected.day, expected.held)
-                assert list(decision.left) == [oracle.left(cap, now_us) for cap in ask.caps], f"step {step}"
+                assert list(decision.remaining) == [oracle.left(cap, now_us) for cap in ask.caps], f"step {step}"
             else:
                 assert decision.reason == expected, f"step {step}"
                 refusals.add(decision.reason)

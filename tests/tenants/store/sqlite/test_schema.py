@@ -84,7 +84,7 @@ async def test_what_was_used_before_counts_against_the_limits_of_today(path: Pat
     limits = Limits(requests_per_minute=60, neurons_per_month=1.0, concurrent_requests=7)
     granted = await store.quotas.reserve(Hold(asked, 10, 60 * MICRO, caps_of([("", limits)], RequestSize(10, 10))))
     assert isinstance(granted, Granted)
-    budget, rate, at_once = granted.left
+    budget, rate, at_once = granted.remaining
     assert budget == MICRO - 30 - 100 - 6 - 10
     assert rate == 60 * MICRO - 9 - MICRO
     assert at_once == 7 - 1 - 1
