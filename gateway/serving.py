@@ -39,7 +39,7 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
         limits=config.server,
         quota=tenancy.quota,
         soft_caps=tenancy.soft_caps,
-        fleet=ReplicaFleet(config.machine_addresses, on_waited=metrics.waited),
+        fleet=ReplicaFleet(config.machine_addresses, on_waited=metrics.observe_wake_wait),
         crash_breaker=CrashBreaker(time.monotonic),
         store_health=StoreHealth(),
         metrics=metrics,

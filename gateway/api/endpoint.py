@@ -61,11 +61,11 @@ class InferenceEndpoint:
             answer = partial(self._answer, exchange, caller, dialect, model_name, body, zero_retention)
             await (answer() if key is None else self.replays.answer(exchange, caller, key, body, answer))
         except StoreUnavailable as problem:
-            self.context.store_health.begin(problem)
+            self.context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
         finally:
             if zero_retention:
-                self.scrubber.leave()
+                self.scrubber.mark_dirty()
 
     async def _answer(
         self,
@@ -97,8 +97,8 @@ class InferenceEndpoint:
 def work_of(request: LiveRequest, model: Model, request_id: str, arrived_at: int) -> Work:
     """What the request asks to be done."""
     if isinstance(request, EmbeddingRequest):
-        assert model.vectors is not None, "the model writes text"
-        return EmbeddingWork(request, model.vectors)
+        assert model.embedding_spec is not None, "the model writes text"
+        return EmbeddingWork(request, model.embedding_spec)
     if isinstance(request, TokenCountRequest):
         return TokenCount(request.prompt, request.render)
     return TextGeneration(request.prompt, request.reply(request.model, request_id, arrived_at))

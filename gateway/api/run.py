@@ -40,5 +40,5 @@ class RunDialect:
         entry = self._catalogue.find(model)
         if entry is None:
             raise errors.no_such_model(model)
-        family = self._families[entry.family]
+        family = self._families[entry.run_family]
         return read_batch(body, query, model, family) or family.read(body, query, model, drawn_seed)

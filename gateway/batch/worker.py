@@ -130,7 +130,7 @@ class BatchWorker:
             try:
                 await act()
             except StoreUnavailable as problem:
-                self._context.store_health.begin(problem)
+                self._context.store_health.mark_down(problem)
                 await asyncio.sleep(LOOK_S)
             await asyncio.sleep(seconds)
 
@@ -200,7 +200,7 @@ class BatchWorker:
         except AlreadyRecorded:
             pass  # another gateway was faster
         except StoreUnavailable as problem:
-            self._context.store_health.begin(problem)  # its lease runs out, and somebody takes it up again
+            self._context.store_health.mark_down(problem)  # its lease runs out, and somebody takes it up again
         except Exception as error:  # a fault of ours ends no other request: its lease runs out, and its tries do
             log.error(
                 "batch_item_failed", extra={"fields": {"request": item.request_id, "error": type(error).__name__}}
@@ -211,7 +211,7 @@ class BatchWorker:
 
     async def _try(self, item: BatchJobItem, model: Model, exchange: _BackgroundExchange) -> None:
         try:
-            caller = await self._accounts.absent(item.account_id, item.token_id)
+            caller = await self._accounts.caller_of(item.account_id, item.token_id)
         except UnknownToken:
             await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
             return
@@ -284,7 +284,7 @@ class BatchWorker:
                 await self._batches.end(item, succeeded, result, record)
                 break
             except StoreUnavailable as problem:
-                self._context.store_health.begin(problem)
+                self._context.store_health.mark_down(problem)
                 await asyncio.sleep(AGAIN_S)
         call.end_recorded(spent)
 

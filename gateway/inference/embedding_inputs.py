@@ -18,9 +18,9 @@ def check_inputs(model: Model, spec: EmbeddingSpec, inputs: EmbeddingInputs) -> 
     if inputs.pooling is not None and inputs.pooling not in spec.poolings:
         known = " or ".join(f"'{pooling}'" for pooling in spec.poolings)
         raise errors.bad_input(f"'pooling' of {model.name} is {known}; leave it out", "pooling")
-    if inputs.instruction is not None and not spec.instructed:
+    if inputs.instruction is not None and not spec.takes_instruction:
         raise errors.bad_input(f"'instruction' is not known to {model.name}; leave it out", "instruction")
-    size, cuts, full = inputs.dimensions, spec.cuts, spec.dimensions
+    size, cuts, full = inputs.dimensions, spec.allowed_dimensions, spec.dimensions
     if size is not None and size != full and (size > full or (cuts is not None and size not in cuts)):
         served = f"1 to {full}" if cuts is None else ", ".join(map(str, sorted({*cuts, full})))
         raise errors.bad_input(f"'dimensions' of {model.name} may be {served}; leave it out", "dimensions")
@@ -57,19 +57,19 @@ class _InputEncoder:
 
     def _pairs(self) -> list[list[int]]:
         """The query with each document."""
-        frame, max_tokens = self._model.text.frame, self._max_tokens
+        frame, max_tokens = self._model.tokenizer.special_tokens, self._max_tokens
         query, *documents = [self._encode(item, "") for item in self._inputs.items]
-        room = max_tokens - frame.pair_tokens - len(query)
+        room = max_tokens - frame.pair_count - len(query)
         if room < 1:
-            raise errors.text_too_long("query", len(query) + frame.pair_tokens, max_tokens, cut=False)
+            raise errors.text_too_long("query", len(query) + frame.pair_count, max_tokens, cut=False)
         items = self._inputs.items[1:]
         return [frame.pair(query, self._fit(item, ids, room)) for item, ids in zip(items, documents, strict=True)]
 
     def _single(self, item: EmbeddingInput) -> list[int]:
         if not isinstance(item.content, str):
             return self._checked(item, self._fit(item, item.content, self._max_tokens))
-        frame = self._model.text.frame
-        ids = self._fit(item, self._encode(item, self._prefix(item.kind)), self._max_tokens - frame.tokens)
+        frame = self._model.tokenizer.special_tokens
+        ids = self._fit(item, self._encode(item, self._prefix(item.kind)), self._max_tokens - frame.count)
         sequence = frame.single(ids)
         if not sequence:
             raise errors.bad_input(f"'{item.place}' has no tokens; send some text", item.place)
@@ -88,7 +88,7 @@ class _InputEncoder:
     def _encode(self, item: EmbeddingInput, prefix: str) -> list[int]:
         """The item's ids. A text that cannot fit, and may not be cut, is not encoded at all."""
         assert isinstance(item.content, str)
-        max_chars_per_token = self._model.text.token_bytes_max
+        max_chars_per_token = self._model.tokenizer.token_bytes_max
         if (
             max_chars_per_token
             and not self._inputs.truncate
@@ -97,7 +97,7 @@ class _InputEncoder:
             tokens = len(item.content) // max_chars_per_token
             raise errors.text_too_long(item.place, tokens, self._max_tokens, cut=True)
         try:
-            return self._model.text.encode_text(prefix + item.content)
+            return self._model.tokenizer.encode_text(prefix + item.content)
         except TokenizationError as error:
             raise errors.bad_input(f"'{item.place}': {error}", item.place) from None
 

@@ -81,7 +81,7 @@ class InferenceCall:
         self.model = model
         self.options = options
         self.zero_retention = zero_retention
-        self.span = context.tracer.begin(model.name, exchange.headers, work.operation)
+        self.span = context.tracer.start_span(model.name, exchange.headers, work.operation)
         self.reservation: Reservation | None = None
         self.outcome = "cancelled"
         self._checkpoint_at = exchange.began + CHECKPOINT_S
@@ -97,7 +97,7 @@ class InferenceCall:
 
     def fingerprint(self, tokens: bytes) -> bytes:
         """The prompt's fingerprint for the crash breaker. Raises ApiError where this prompt crashed replicas before."""
-        fingerprint = request_fingerprint(self.model.name, self.caller.own_scope, tokens)
+        fingerprint = request_fingerprint(self.model.name, self.caller.account_scope, tokens)
         if self.context.crash_breaker.is_open(fingerprint):
             raise errors.crashes(int(CRASH_MEMORY_S / 60))
         return fingerprint
@@ -116,7 +116,7 @@ class InferenceCall:
             price=model.batch_price if options.background else model.price,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
-            least_tokens=None if options.background else min_output_tokens,
+            min_output_tokens=None if options.background else min_output_tokens,
             model_class=model.limits_class,
             tags=() if self.zero_retention else options.tags,
             metadata="" if self.zero_retention else options.metadata,
@@ -126,21 +126,21 @@ class InferenceCall:
         except QuotaExceeded as exceeded:
             raise self._refuse(exceeded) from None
         except StoreUnavailable as problem:
-            context.store_health.begin(problem)
+            context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
         except UnknownToken:
             raise errors.unauthenticated() from None
         except AccountSuspended:
             raise errors.suspended() from None
-        context.store_health.end()
-        self.exchange.extra_headers = rate_limit_headers.headers(self.reservation.left)
+        context.store_health.mark_up()
+        self.exchange.extra_headers = rate_limit_headers.headers(self.reservation.limits_left)
         return self.reservation
 
     def _refuse(self, exceeded: QuotaExceeded) -> ApiError:
         account = self.caller.account
-        self.exchange.extra_headers = rate_limit_headers.headers([exceeded.left])
-        self.context.soft_caps.consider(account, [exceeded.left])
-        self.context.metrics.shares.refused(account.id, account.plan.name, exceeded.limit)
+        self.exchange.extra_headers = rate_limit_headers.headers([exceeded.status])
+        self.context.soft_caps.check(account, [exceeded.status])
+        self.context.metrics.account_usage.refused(account.id, account.plan.name, exceeded.limit)
         refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
         return refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting)
 
@@ -159,7 +159,7 @@ class InferenceCall:
             completion_tokens=spent.completion_tokens,
             cached_tokens=spent.cached_tokens,
             neurons=self.reservation.neurons(spent),
-            left=rate_limit_headers.fields(self.reservation.after(spent)),
+            left=rate_limit_headers.fields(self.reservation.limits_after(spent)),
         )
 
     def checkpoint(self) -> None:
@@ -199,7 +199,7 @@ class InferenceCall:
     def end_recorded(self, spent: CallUsage) -> None:
         """Ends a batch's call whose usage record the store has, and counts it."""
         self.release()
-        self.context.metrics.counted(self.model.name, spent)
+        self.context.metrics.count(self.model.name, spent)
         self._report(spent)
 
     def _end(self) -> None:
@@ -211,9 +211,9 @@ class InferenceCall:
         """Tells of the end: soft caps, the account's usage, the trace, and one line of the log without any text."""
         account, reservation, neurons = self.caller.account, self.reservation, 0.0
         if reservation is not None:
-            self.context.soft_caps.consider(account, reservation.after(spent))
+            self.context.soft_caps.check(account, reservation.limits_after(spent))
             neurons = reservation.neurons(spent)
-        self.context.metrics.shares.finished(account.id, account.plan.name, spent, neurons)
+        self.context.metrics.account_usage.finished(account.id, account.plan.name, spent, neurons)
         self.span.end(spent)
         first_ms = spent.first_token_ms
         fields = {

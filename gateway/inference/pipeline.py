@@ -196,15 +196,15 @@ def _opens_reasoning(model: Model, prompt: Prompt, ids: list[int]) -> bool:
     """Whether the prompt ends within a thought, which the answer then goes on with."""
     if not reasoning_enabled(model, prompt):
         return False
-    return opens_reasoning(model.text.decoder(shown=MARKERS).push(ids[-REASONING_TAIL_TOKENS:]))
+    return opens_reasoning(model.tokenizer.detokenizer(shown=MARKERS).push(ids[-REASONING_TAIL_TOKENS:]))
 
 
 def _grammar_with_reasoning(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
     """What the answer is held to; a thought before it is free. Raises ApiError."""
-    grammar = answer_grammar(prompt, model.calls, model.name)
+    grammar = answer_grammar(prompt, model.tool_format, model.name)
     if grammar is None or not reasoning_enabled(model, prompt):
         return grammar
-    return grammar_after_reasoning(grammar, model.text.added, opened)
+    return grammar_after_reasoning(grammar, model.tokenizer.added_tokens, opened)
 
 
 class OutputSink(Protocol):

@@ -24,7 +24,7 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
     context, model = call.context, call.model
     if prompt.bulk <= LONG_TEXT_CHARS and not call.zero_retention:
         return _encode(model, prompt)
-    max_chars_per_token = model.text.token_bytes_max
+    max_chars_per_token = model.tokenizer.token_bytes_max
     context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
     if max_chars_per_token is not None and prompt.length > context_tokens * max_chars_per_token:
         raise errors.too_long(prompt.length // max_chars_per_token, context_tokens)
@@ -36,17 +36,17 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
 
 def _encode(model: Model, prompt: Prompt, *, spread: bool = False) -> list[int]:
     """`spread`: by several threads."""
-    text = model.text
+    text = model.tokenizer
     if prompt.ids is not None:
         return prompt.ids
     options = _template_options(model, prompt)
     try:
         if prompt.messages is not None:
-            if prompt.tools and not text.takes_tools:
+            if prompt.tools and not text.supports_tools:
                 raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
             return text.encode_chat(prompt.messages, prompt.tools, options=options, spread=spread)
         assert prompt.text is not None
-        if prompt.raw or not text.chats:
+        if prompt.raw or not text.has_chat_template:
             return text.encode_prompt(prompt.text)
         return text.encode_chat([{"role": "user", "content": prompt.text}], options=options)
     except TokenizationError as error:
@@ -57,7 +57,7 @@ def _encode(model: Model, prompt: Prompt, *, spread: bool = False) -> list[int]:
 def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
     """Raises ApiError for options that the chat template does not know. A model without thinking has none to turn off,
     so that turning it off changes nothing there."""
-    known = frozenset() if prompt.raw else model.text.options
+    known = frozenset() if prompt.raw else model.tokenizer.template_options
     options: dict[str, Any] = {}
     for name, value in prompt.template_options.items():
         if name in known:

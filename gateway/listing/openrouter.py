@@ -56,7 +56,7 @@ def listed(gateway: ListingContext, models: Sequence[Model]) -> bytes:
 
 
 def _offer(gateway: ListingContext, model: Model) -> Offer:
-    writes, tokens = model.vectors is None, gateway.fleet.context_tokens(model.name, model.context_tokens)
+    writes, tokens = model.embedding_spec is None, gateway.fleet.context_tokens(model.name, model.context_tokens)
     return Offer(
         id=model.name,
         hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",

@@ -172,11 +172,11 @@ def _properties(gateway: ListingContext, model: Model) -> dict[str, str | list[P
     """By id; those that are empty are left out."""
     return {
         "context_window": str(gateway.fleet.context_tokens(model.name, model.context_tokens)),
-        "max_input_tokens": "" if model.vectors is None else str(model.vectors.tokens_max),
-        "output_dimensions": str(model.vectors.dimensions or "") if model.vectors is not None else "",
+        "max_input_tokens": "" if model.embedding_spec is None else str(model.embedding_spec.tokens_max),
+        "output_dimensions": str(model.embedding_spec.dimensions or "") if model.embedding_spec is not None else "",
         "price": _prices(model),
         "function_calling": "true" if model.function_calling else "",
-        "reasoning": "true" if model.thinks else "",
+        "reasoning": "true" if model.has_reasoning else "",
         "async_queue": "true",
         "beta": "true" if model.beta else "",
         "planned_deprecation_date": "" if model.ends_on is None else model.ends_on.isoformat(),
@@ -190,4 +190,4 @@ def _prices(model: Model) -> list[Price]:
         Price("per M input tokens", model.price.input),
         Price("per M cached input tokens", model.price.cached_input),
     ]
-    return read if model.vectors is not None else [*read, Price("per M output tokens", model.price.output)]
+    return read if model.embedding_spec is not None else [*read, Price("per M output tokens", model.price.output)]

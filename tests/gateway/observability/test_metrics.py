@@ -24,7 +24,7 @@ OPERATOR = Grant((Permission.OPERATOR,))
 def test_a_request_is_counted_once_with_its_tokens() -> None:
     metrics = Metrics(10)
     metrics.finished("@cf/a/b", CallUsage(10, 4, 3, "done", 12.0, 50.0), 0.002)
-    text = metrics.text().decode()
+    text = metrics.public_text().decode()
     assert 'hearth_requests_total{model="@cf/a/b",outcome="done"} 1.0' in text
     for kind, count in (("prompt", 10), ("cached", 4), ("completion", 3)):
         assert f'hearth_tokens_total{{kind="{kind}",model="@cf/a/b"}} {count}.0' in text
@@ -36,7 +36,7 @@ def test_outcomes_are_capped() -> None:
     metrics = Metrics(10)
     for i in range(OUTCOMES_MAX + 50):
         metrics.finished("@cf/a/b", CallUsage(outcome=f"made up {i}"), None)
-    lines = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_requests_total")]
+    lines = [line for line in metrics.public_text().decode().splitlines() if line.startswith("hearth_requests_total")]
     assert len(lines) == OUTCOMES_MAX + 1
     assert 'outcome="other"} 50.0' in "\n".join(lines)
 
@@ -113,9 +113,9 @@ async def test_a_refusal_counts_for_its_account_and_limit(tmp_path: Path) -> Non
     async with served(tmp_path, limits=Limits(requests_per_minute=1)) as gateway:
         assert [(await gateway.run(prompt="hello", max_tokens=1)).status for _ in range(3)] == [200, 429, 429]
         await gateway.settled()
-        share = gateway.app._serving.context.metrics.shares.rows[gateway.account_id, "default"]
+        share = gateway.app._serving.context.metrics.account_usage.rows[gateway.account_id, "default"]
         assert share.refused == {"requests_per_minute": 2}
-        assert (share.endings["done"], share.endings["limited"]) == (1, 2)
+        assert (share.outcomes["done"], share.outcomes["limited"]) == (1, 2)
 
 
 @looped
@@ -140,7 +140,7 @@ def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_pat
     (tmp_path / "one.outbox").write_bytes(b"x" * 300)
     (tmp_path / "two.outbox").write_bytes(b"x" * 30)
     (tmp_path / "three.damaged").write_bytes(b"x")
-    text = metrics.text().decode()
+    text = metrics.public_text().decode()
     assert "hearth_outbox_bytes 330.0" in text
     assert "hearth_outbox_damaged_files 1.0" in text
     assert 'hearth_replicas_ready{model="@cf/a/b"} 0.0' in text
@@ -151,7 +151,7 @@ def test_the_end_of_the_certificate_is_told_and_follows_its_file(tmp_path: Path)
     metrics = build_app(config, SECRET)._serving.context.metrics
 
     def expires() -> float:
-        (line,) = [line for line in metrics.text().decode().splitlines() if line.startswith("hearth_certificate_")]
+        (line,) = [line for line in metrics.public_text().decode().splitlines() if line.startswith("hearth_certificate_")]
         return float(line.split()[1])
 
     assert abs(expires() - time.time() - 30 * 86400) < 60

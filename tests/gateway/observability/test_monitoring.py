@@ -136,7 +136,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
             gateway.app._serving.context.metrics.watch_certificate(write_certificate(folder)["certificate"])
             for _ in range(3):
                 await gateway.run(prompt="hello", max_tokens=3)
-            gateway.app._serving.context.metrics.waited(MODEL, 0.3)
+            gateway.app._serving.context.metrics.observe_wake_wait(MODEL, 0.3)
             await gateway.settled()
             return await _scraped(gateway)
 
