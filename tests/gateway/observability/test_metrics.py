@@ -151,7 +151,9 @@ def test_the_end_of_the_certificate_is_told_and_follows_its_file(tmp_path: Path)
     metrics = build_app(config, SECRET)._serving.context.metrics
 
     def expires() -> float:
-        (line,) = [line for line in metrics.public_text().decode().splitlines() if line.startswith("hearth_certificate_")]
+        (line,) = [
+            line for line in metrics.public_text().decode().splitlines() if line.startswith("hearth_certificate_")
+        ]
         return float(line.split()[1])
 
     assert abs(expires() - time.time() - 30 * 86400) < 60
