@@ -153,7 +153,7 @@ def large_model() -> Iterator[Path]:
 def measure_ours(folder: Path) -> None:
     before_mb = resident_mb()
     with contextlib.closing(StructuredOutputManager(folder, 1)) as grammars:
-        grammars.wait()
+        grammars.wait_ready()
         record("grammars", f"memory of a vocabulary of {VOCABULARY}", resident_mb() - before_mb, "MB")
         compiled(grammars, '{"const": 0}')  # the trials have started
         took_ms, later_ms = [], []
@@ -222,7 +222,7 @@ def count(judged: Counter[Judgement], peer: str | None) -> None:
 def measure_suite(suite: Path, peer_name: str | None) -> None:
     asked = schemas(suite)
     with contextlib.closing(StructuredOutputManager(EMBER, 1)) as grammars:
-        grammars.wait()
+        grammars.wait_ready()
         scribe, judged = Scribe(grammars, STOP_ID), Counter[Judgement]()
         for schema in asked:
             each = judge(scribe, schema, compiled(grammars, json.dumps(schema), cache=False), SEEDS)

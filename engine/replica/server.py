@@ -221,7 +221,7 @@ class Replica:
             self._resting = not self._loop.turn()
         self._sweeping = self._loop.sweep()
         now = self._clock()
-        if now >= self._overwrite_at and self._scheduler.intake.take_secret_ended():
+        if now >= self._overwrite_at and self._scheduler.intake.waiting.take_secret_ended():
             self._overwrite_at = now + _OVERWRITE_S
             scrub.overwrite_freed_objects()
 
@@ -235,7 +235,7 @@ class Replica:
                 self._traces.told(owner, progress)
             if owner in self._connections:
                 self._send(self._connections[owner], encode_frame(progress))
-        for sequence, reject in self._scheduler.intake.take_rejects():
+        for sequence, reject in self._scheduler.intake.waiting.take_rejects():
             if self._traces is not None:
                 self._traces.rejected(sequence.owner, sequence.first_id, sequence.choices)
             if sequence.owner in self._connections:
@@ -401,7 +401,7 @@ def run(spec: ReplicaSpec, open_runner: OpenRunner, bounds: ReplicaLimits | None
     began = time.monotonic()
     with contextlib.closing(StructuredOutputManager(Path(spec.model.folder), spec.threads)) as grammars:
         runner = open_runner(spec, pulse.beat)
-        grammars.wait()
+        grammars.wait_ready()
         gc.collect()
         gc.freeze()  # what loading made stays: collections during steps need not walk it
         log("loaded", model=spec.model.name, seconds=round(time.monotonic() - began, 3), blocks=runner.blocks)

@@ -1,1 +1,1 @@
-"""Who runs in the next step, and where its KV blocks are. It is pure: it knows no torch and no sockets."""
+"""Decides which sequences run in the next step, and where their KV blocks are. It knows neither torch nor sockets."""

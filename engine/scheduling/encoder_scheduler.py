@@ -123,7 +123,7 @@ class EncoderScheduler:
 
     def load(self, draining: bool) -> ReplicaLoad:
         """How full the replica is; counters as in Scheduler.load."""
-        return self.intake.load(self._steps, draining)
+        return self.intake.queue_load(self._steps, draining)
 
     # Inside
 

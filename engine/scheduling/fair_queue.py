@@ -1,4 +1,4 @@
-"""Whose turn it is: a fair queue of accounts. It does not know what waits, or why.
+"""A fair queue of accounts: which of them has its turn next. It does not know what waits, or why.
 
 An account's level is what it was served, per weight, and the lowest goes next. That is the virtual token counter of
 Sheng et al. 2024, and not deficit round robin: tokens count as they are computed, so nobody has to guess how long a

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from engine.protocol.frames import Reject, ReplicaLoad, SequenceFinished, SequenceStarted
+from engine.protocol.frames import ReplicaLoad, SequenceFinished, SequenceStarted
 from engine.protocol.types import FinishReason
 from engine.scheduling.outputs import OutputCollector
 from engine.scheduling.sequence import Sequence, SequenceState
@@ -25,7 +25,7 @@ class Intake:
 
     admitting  whether waiting sequences may start.
     waiting    the queues, and all sequences that have not ended.
-    outputs    what owners are sent next.
+    outputs    what owners are sent next, beside the rejects of `waiting`.
     counters   those of `waiting` too; they only grow.
     """
 
@@ -99,15 +99,7 @@ class Intake:
         finished = SequenceFinished(sequence.id, reason, sequence.emitted, message)
         self.outputs.of_owner(sequence.owner).finished.append(finished)
 
-    def take_rejects(self) -> list[tuple[Sequence, Reject]]:
-        """Requests that were queued and will not run, by their choice 0. Each is returned once."""
-        return self.waiting.take_rejects()
-
-    def take_secret_ended(self) -> bool:
-        """Whether a sequence of which nothing may be kept has ended since the last call."""
-        return self.waiting.take_secret_ended()
-
-    def load(self, steps: int, draining: bool) -> ReplicaLoad:
+    def queue_load(self, steps: int, draining: bool) -> ReplicaLoad:
         """How full the queues are. A scheduler with a KV pool adds its blocks."""
         live = sum(account.running for account in self.waiting.live.running_accounts)
         best_effort = sum(account.running for account in self.waiting.best_effort.running_accounts)

@@ -168,7 +168,7 @@ class KVManager:
         sequence.rewind()
 
     def with_stale_pages(self, sequences: Items[Sequence]) -> list[Sequence]:
-        """Those of the running sequences that would read a block that is no longer what they were given.
+        """The running sequences that would read a block which is no longer what they were given.
 
         Pages are compared where blocks were freed or came from the tree since the last time: 160 µs for 256 sequences
         of 64 blocks.

@@ -192,7 +192,7 @@ class Scheduler:
                             in the pool: its machine gives it more extents for them.
         """
         tree, pool = self.kv.tree, self.kv.pool
-        load = self.intake.load(self._steps, draining)
+        load = self.intake.queue_load(self._steps, draining)
         return msgspec.structs.replace(
             load,
             free_blocks=pool.free_blocks,

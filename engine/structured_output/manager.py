@@ -126,7 +126,7 @@ class StructuredOutputManager:
     threads."""
 
     def __init__(self, folder: Path, threads: int | None) -> None:
-        """Starts to read the folder's tokenizer; `wait` for the end. `threads` write masks; None: one for each core."""
+        """Starts to read the folder's tokenizer, see `wait_ready`. `threads` write masks; None: one for each core."""
         self.bell, self._bell_writer = socket.socketpair()
         self.bell.setblocking(False)
         self._bell_writer.setblocking(False)
@@ -150,13 +150,13 @@ class StructuredOutputManager:
         else:
             self._open(folder)
 
-    def wait(self) -> None:
+    def wait_ready(self) -> None:
         """Blocks until the tokenizer is read; the library lets no other thread run meanwhile."""
         self._opened.wait()
 
     def compile(self, grammar: Grammar, account: bytes, cache: bool) -> LarkCompilation:
         """A compilation that is done, if it is cached, or will be. Without `cache` nothing of it is found later."""
-        self.wait()
+        self.wait_ready()
         cached = self._cache.setdefault(account, OrderedDict()) if cache and account else OrderedDict()
         compilation = cached.get(grammar)
         if compilation is not None and not compilation.needs_recompile and compilation.tokens < RECOMPILE_TOKENS:

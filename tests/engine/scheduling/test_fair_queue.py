@@ -40,7 +40,7 @@ class Turns:
         return items
 
     def start(self, tokens: int = 10) -> bytes:
-        """Whose turn it is; it is served so many tokens and goes on running."""
+        """Starts an item of the account that is next, which is served so many tokens and goes on running."""
         item = self.queue.peek(head)
         assert item is not None
         account = self.account[item]
@@ -143,7 +143,7 @@ def test_returning_again_and_again_saves_up_no_more_than_once() -> None:
     assert abs(served[A] - served[B]) <= CREDIT + 200
 
 
-def test_who_comes_when_nobody_waits_starts_even_with_the_most_served() -> None:
+def test_an_account_that_arrives_when_none_waits_starts_even_with_the_most_served() -> None:
     turns = Turns()
     turns.push(C)
     turns.start(1)  # C goes on running at a low level
@@ -163,7 +163,7 @@ def test_what_an_account_was_served_is_remembered_while_others_wait() -> None:
     assert [turns.take() for _ in range(4)] == [B, B, B, A]
 
 
-def test_who_is_at_its_cap_is_passed_over_and_saves_up_nothing() -> None:
+def test_an_account_at_its_cap_is_skipped_and_saves_up_nothing() -> None:
     turns = Turns()
     turns.terms = {A: SchedulingTerms(sequences=1)}
     turns.push(A, 30)

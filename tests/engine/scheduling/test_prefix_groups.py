@@ -57,7 +57,7 @@ def test_two_with_the_same_blocks_read_them_together() -> None:
     assert _segments([_sequence([1, 2, 3, 4]), _sequence([1, 2, 3, 5])]) == [([0, 1], 0, 3)]
 
 
-def test_those_with_nothing_in_common_stay_alone() -> None:
+def test_sequences_with_nothing_in_common_stay_alone() -> None:
     assert _segments([_sequence([1, 2]), _sequence([3, 4]), _sequence([]), None]) == []
     assert _segments([]) == []
     assert _segments([None]) == []
@@ -222,7 +222,7 @@ def test_choices_are_the_best_there_are_but_for_little(monkeypatch: pytest.Monke
 
 
 def _took_ms(groups: PrefixGroups, sequences: list[Sequence | None], changed: bool) -> float:
-    """Of this thread's own time, the least of some: what else runs here takes the rest, and the caches."""
+    """The least of some measurements of this thread's own time: other work on the host lengthens the rest."""
     took = []
     for _ in range(9):
         if changed:

@@ -243,7 +243,7 @@ def test_blocks_that_two_sequences_read_are_told_as_shared() -> None:
     assert simulation.scheduler.load(draining=False).shared_blocks == 0
 
 
-def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_other_scope() -> None:
+def test_a_sequence_that_shares_a_running_prompts_prefix_waits_for_it_and_blocks_no_other_scope() -> None:
     simulation = Simulation(blocks=256, step_tokens=16)
     simulation.submit(1, words(160), A)
     simulation.step()
@@ -258,7 +258,7 @@ def test_who_shares_a_prefix_with_a_running_prompt_waits_for_it_and_blocks_no_ot
     simulation.assert_all_finished()
 
 
-def test_those_who_wait_for_a_prefix_are_compared_with_it_once_and_not_in_every_step(
+def test_a_sequence_that_waits_for_a_prefix_is_compared_with_it_once_and_not_in_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared, common = [], admission.common_prefix_length
@@ -281,7 +281,7 @@ def test_those_who_wait_for_a_prefix_are_compared_with_it_once_and_not_in_every_
     assert simulation.scheduler.load(draining=False).counters["cached_tokens"] == 49 * 320
 
 
-def test_who_waited_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:
+def test_a_sequence_that_waited_for_a_prefix_goes_on_when_its_leader_is_cancelled() -> None:
     simulation = Simulation(blocks=256, step_tokens=16)
     simulation.submit(1, words(160), A, n=2)
     simulation.step()
@@ -392,7 +392,7 @@ def test_prompts_of_one_account_do_not_delay_another_though_they_would_fill_ever
     assert steps_until_first_token(simulation, 9) <= 2
 
 
-def test_who_waits_for_another_ones_prefix_lets_the_next_of_its_account_go_first() -> None:
+def test_a_sequence_that_waits_for_a_prefix_lets_the_next_of_its_account_go_first() -> None:
     simulation = Simulation(blocks=256, sequences=4, step_tokens=32)
     prompt = words(100)
     simulation.submit(1, prompt, A)
@@ -738,7 +738,7 @@ def test_a_duplicate_is_kept_until_the_flight_that_reads_it_has_landed() -> None
     assert simulation.account.free_blocks == simulation.account.total - 1
 
 
-def test_who_shares_a_prompt_waits_while_its_last_piece_is_in_the_air() -> None:
+def test_a_sequence_that_shares_a_prompt_waits_while_its_last_piece_is_in_flight() -> None:
     simulation = Simulation(block_tokens=4, step_tokens=64, depth=2)
     entries = simulation.submit(1, words(41), A, n=3)
     simulation.run()
@@ -803,7 +803,7 @@ def test_a_prefix_that_nobody_proved_is_dropped_whole() -> None:
     simulation.assert_all_finished()
 
 
-def test_who_reads_a_block_that_another_cached_first_has_not_proved_it() -> None:
+def test_reading_a_block_that_another_sequence_cached_first_does_not_prove_it() -> None:
     simulation = Simulation(block_tokens=4, step_tokens=10)
     simulation.submit(1, words(2), A, max_tokens=10)
     simulation.step()
@@ -869,7 +869,7 @@ def test_one_row_that_finds_too_little_memory_costs_its_sequence_and_no_other(de
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_those_who_share_a_prefix_read_it_together_and_those_of_another_scope_apart(depth: int) -> None:
+def test_sequences_that_share_a_prefix_read_it_together_and_another_scopes_apart(depth: int) -> None:
     simulation = Simulation(blocks=256, step_tokens=32, depth=depth, costs=GROUPING)
     for id, scope in enumerate([A, B, Scope(), A, B, Scope(), A]):
         simulation.submit(id, [*words(16), id], scope, max_tokens=30)

@@ -10,7 +10,7 @@ from tests.engine.structured_output.texts import EMBER, Scribe
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[StructuredOutputManager]:
     with closing(StructuredOutputManager(EMBER, 1)) as opened:
-        opened.wait()
+        opened.wait_ready()
         yield opened
 
 

@@ -275,7 +275,7 @@ def test_without_a_tokenizer_that_can_be_used_every_grammar_is_refused(tmp_path:
         (tmp_path / "tokenizer.json").write_text(content)
         (tmp_path / "config.json").write_text((EMBER / "config.json").read_text())
     with closing(StructuredOutputManager(tmp_path, None)) as grammars:
-        grammars.wait()
+        grammars.wait_ready()
         assert "tokenizer.json" in problem(grammars, "{}")[1]
 
 

@@ -47,7 +47,7 @@ def test_what_is_nested_deeply_harms_nobody(trial: GrammarSandbox) -> None:
     assert trial.check('start: "a"') == ""
 
 
-def test_who_waits_for_one_that_is_gone_is_told() -> None:
+def test_waiting_for_a_sandbox_that_is_gone_raises() -> None:
     trial = GrammarSandbox(EMBER)
     assert trial.check('start: "a"') == ""
     time.sleep(0.2)  # until it has the next fork

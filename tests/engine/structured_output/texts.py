@@ -112,7 +112,7 @@ class Scribe:
 
 
 class Judgement(enum.StrEnum):
-    """Of what was written under a schema. CUT: no text of it came to its end."""
+    """The verdict about texts written under a schema. CUT: no text came to its end."""
 
     ACCEPTED = "accepted"
     WRONG = "wrong"

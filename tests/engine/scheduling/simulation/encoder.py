@@ -149,7 +149,7 @@ class Simulation:
                 assert (heard.vector is not None) == (finish.reason == FinishReason.STOP)
                 heard.finish = finish
                 self._assert_own(heard)
-        for sequence, reject in self.scheduler.intake.take_rejects():
+        for sequence, reject in self.scheduler.intake.waiting.take_rejects():
             if sequence.owner in self.gone:
                 continue
             heard = self.heard[sequence.owner, reject.id]

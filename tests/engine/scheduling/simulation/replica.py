@@ -393,7 +393,7 @@ class Simulation:
         for owner, progress in self.scheduler.intake.outputs.take().items():
             assert owner not in self.gone, "news for an owner that is gone"
             self._hear(owner, progress)
-        for sequence, reject in self.scheduler.intake.take_rejects():
+        for sequence, reject in self.scheduler.intake.waiting.take_rejects():
             self._hear_reject(sequence, reject)
         self.scheduler.check()
         self._assert_erased()
@@ -487,7 +487,7 @@ class Simulation:
         return Claim(scope, self._number(sequence), owner is not sequence, lost, sequence.public_blocks, secret)
 
     def _owner(self, sequence: Sequence) -> object:
-        """Who may read the sequence's KV, by what was asked for: the sequence alone, or all of one scope and epoch."""
+        """The owner of the sequence's KV, by its request: the sequence alone, or all of one scope and epoch."""
         if sequence not in self._asked:
             return PUBLIC
         scope = self._asked[sequence].scope

@@ -48,7 +48,7 @@ def served(
 
 
 def scattered(simulation: Simulation) -> Simulation:
-    """Whose blocks are taken from all extents in turn, as after a long life."""
+    """The simulation, whose blocks are allocated from all extents in turn, as after a long life."""
     simulation.account._free.sort(key=lambda block: (-(block % 16), block))
     return simulation
 
@@ -109,7 +109,7 @@ def test_what_can_never_fit_the_least_is_refused_though_there_is_room_now() -> N
     simulation.assert_all_finished()
 
 
-def test_who_waits_for_blocks_starts_where_the_pool_grows_and_is_counted_until_then() -> None:
+def test_a_sequence_that_waits_for_blocks_starts_where_the_pool_grows_and_is_counted_until_then() -> None:
     simulation = pool()
     simulation.shrink(3)
     for id in (1, 2):
@@ -154,7 +154,7 @@ def test_a_sleep_keeps_what_is_published_and_the_prefixes_that_most_requests_beg
     simulation.assert_all_finished()
 
 
-def test_of_what_was_read_once_the_last_is_kept() -> None:
+def test_the_last_used_of_the_prefixes_that_were_read_once_is_kept() -> None:
     simulation = pool()
     for id in (1, 2, 3):
         served(simulation, id, words(17, 20 * id))
@@ -172,7 +172,7 @@ def test_nothing_is_kept_that_has_to_be_erased_or_is_over() -> None:
     assert not simulation.stamps.secret_blocks()
 
 
-def test_who_ran_goes_on_after_the_sleep_with_what_it_had() -> None:
+def test_running_sequences_go_on_after_the_sleep_with_what_they_had() -> None:
     simulation = pool(depth=2)
     entries = [
         simulation.submit(id, words(13, id), scope, max_tokens=12)[0] for id, scope in enumerate((TENANT, OTHER))

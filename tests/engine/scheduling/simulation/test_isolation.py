@@ -204,7 +204,7 @@ def order_of_starts(warm: bool) -> list[int]:
     return [id for id in order if 10 <= id < 20]
 
 
-def test_who_starts_when_among_one_account_does_not_tell_what_another_has_cached() -> None:
+def test_the_order_of_starts_in_one_account_does_not_tell_what_another_has_cached() -> None:
     assert order_of_starts(warm=True) == order_of_starts(warm=False)
 
 

@@ -42,7 +42,7 @@ class Life:
     simulation: Simulation = field(default_factory=Simulation)
 
     def p95_s(self) -> float:
-        """Of the first tokens of those who ask for little."""
+        """95th percentile of the first tokens of accounts that request little."""
         waits = [wait for account in OTHERS for wait in self.first_token_s.get(account, [])]
         waits += [END_S] * sum(self.refused[account] for account in OTHERS)
         waits.sort()
@@ -199,7 +199,7 @@ def weighted() -> tuple[list[Ask], Life]:
     )
 
 
-def test_who_always_waits_is_served_by_weight_whatever_it_asks_for() -> None:
+def test_an_account_that_always_waits_is_served_by_weight_whatever_it_requests() -> None:
     _, life = weighted()
     assert jain([life.served[account] / weight for account, weight in WEIGHTS.items()]) >= 0.95
 
