@@ -1,4 +1,4 @@
-"""An account as its administrators and the operator see it, and what its administrators may change of it."""
+"""Accounts as their administrators and the operator see them, and the changes that administrators may make."""
 
 from datetime import datetime
 from typing import Any, Final
@@ -56,7 +56,7 @@ SettingsChange: Final[Any] = msgspec.defstruct(
 
 
 class AccountChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is left out stays as it is, within `settings` too."""
+    """Fields that are left out stay as they are, within `settings` too."""
 
     name: Name | UnsetType = UNSET
     settings: SettingsChange | UnsetType = UNSET
@@ -88,17 +88,17 @@ async def change(
     context: AdminContext, request: OperationRequest[NoFields, AccountChange]
 ) -> OperationResult[AccountItem]:
     with values_validated():
-        given = {} if request.body.name is UNSET else {"name": checked_name(request.body.name)}
+        fields = {} if request.body.name is UNSET else {"name": checked_name(request.body.name)}
     settings: dict[str, Any] = {} if request.body.settings is UNSET else present_fields(request.body.settings)
 
     def changed(account: Account) -> Account:
         with values_validated():
-            return structs.replace(account, settings=structs.replace(account.settings, **settings), **given)
+            return structs.replace(account, settings=structs.replace(account.settings, **settings), **fields)
 
     _check_sharing(settings.get("sharing", ()), request.account_id)
     _check_notices(settings.get("notices"), context.limits.private_notices)
     account = await context.accounts.update(request.account_id, changed, request.revision)
-    await context.note(request.caller, account.id, "account.settings", account.id, **given, **settings)
+    await context.note(request.caller, account.id, "account.settings", account.id, **fields, **settings)
     return account_answer(account)
 
 

@@ -45,7 +45,7 @@ class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is left out stays as it is; a ceiling is said anew as a whole."""
+    """Fields that are left out stay as they are; a ceiling is replaced as a whole."""
 
     name: Name | UnsetType = UNSET
     plan: str | UnsetType = UNSET
@@ -56,9 +56,9 @@ async def listed(
     context: AdminContext, request: OperationRequest[AccountsQuery, NoFields]
 ) -> OperationResult[list[AccountItem]]:
     query = request.query
-    found = [account for account in await context.accounts.list() if _matches(account, query)]
-    shown, page = sliced(found, query.page, query.per_page)
-    return OperationResult([account_answer(account).result for account in shown], page=page)
+    accounts = [account for account in await context.accounts.list() if _matches(account, query)]
+    items, page = sliced(accounts, query.page, query.per_page)
+    return OperationResult([account_answer(account).result for account in items], page=page)
 
 
 def _matches(account: Account, query: AccountsQuery) -> bool:
@@ -72,13 +72,13 @@ def _matches(account: Account, query: AccountsQuery) -> bool:
 async def create(
     context: AdminContext, request: OperationRequest[NoFields, NewAccount]
 ) -> OperationResult[AccountItem]:
-    given = request.body
+    body = request.body
     with values_validated():
-        name = checked_name(given.name)
-    await _plan(context, given.plan)
-    account = await context.accounts.create(name, given.ceiling, given.plan)
+        name = checked_name(body.name)
+    await _plan(context, body.plan)
+    account = await context.accounts.create(name, body.ceiling, body.plan)
     await context.note(
-        request.caller, account.id, "account.create", account.id, name=name, plan=given.plan, ceiling=given.ceiling
+        request.caller, account.id, "account.create", account.id, name=name, plan=body.plan, ceiling=body.ceiling
     )
     return account_answer(account)
 
@@ -90,17 +90,17 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
 async def change(
     context: AdminContext, request: OperationRequest[NoFields, TermsChange]
 ) -> OperationResult[AccountItem]:
-    said = present_fields(request.body)
-    given: dict[str, Any] = dict(said)
-    if "name" in given:
+    fields = present_fields(request.body)
+    changes: dict[str, Any] = dict(fields)
+    if "name" in changes:
         with values_validated():
-            given["name"] = checked_name(given["name"])
-    if "plan" in given:
-        given["plan"] = await _plan(context, given["plan"])
+            changes["name"] = checked_name(changes["name"])
+    if "plan" in changes:
+        changes["plan"] = await _plan(context, changes["plan"])
     account = await context.accounts.update(
-        request.account_id, lambda account: structs.replace(account, **given), request.revision
+        request.account_id, lambda account: structs.replace(account, **changes), request.revision
     )
-    await context.note(request.caller, account.id, "account.change", account.id, **said)
+    await context.note(request.caller, account.id, "account.change", account.id, **fields)
     return account_answer(account)
 
 

@@ -57,7 +57,7 @@ class EntryItem(msgspec.Struct, frozen=True):
 
 
 class VerdictItem(msgspec.Struct, frozen=True):
-    """Where `intact` is false, `problem` is what is wrong at entry `seq`; `head` is the last good seal."""
+    """If `intact` is false, `problem` is what is wrong at entry `seq`; `head` is the last good seal."""
 
     intact: bool
     entries: int
@@ -102,18 +102,18 @@ async def _page(context: AdminContext, chain: str, query: AuditQuery) -> Operati
     head = await context.store.audit.head(chain)
     after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
     last = max(1, after - LOOKED_AT_MAX)
-    found: list[AuditEntry] = []
-    while after > last and len(found) < query.per_page:
+    entries: list[AuditEntry] = []
+    while after > last and len(entries) < query.per_page:
         first = max(last, after - CHUNK)
         chunk = await context.store.audit.entries(chain, first, after - first)
         for entry in reversed(chunk):
             after = entry.seq
             if _matches(entry, query):
-                found.append(entry)
-                if len(found) == query.per_page:
+                entries.append(entry)
+                if len(entries) == query.per_page:
                     break
-    page = CursorItem(len(found), query.per_page, after if after > 1 else None)
-    return OperationResult([_item(entry) for entry in found], page=page)
+    page = CursorItem(len(entries), query.per_page, after if after > 1 else None)
+    return OperationResult([_item(entry) for entry in entries], page=page)
 
 
 def _matches(entry: AuditEntry, query: AuditQuery) -> bool:

@@ -24,7 +24,7 @@ class CacheItem(msgspec.Struct, frozen=True):
 
 
 class PurgeItem(msgspec.Struct, frozen=True):
-    """What was cached in an earlier epoch is found by no request that begins a second from now."""
+    """Prefixes of earlier epochs are found by no request that begins a second from now."""
 
     epoch: int
 

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of batches, lists of models, probes and itself. It serves nothing."""
+"""Describes batches, lists of models, probes and the OpenAPI document itself. It serves nothing."""
 
 from typing import Any, Final, Literal
 
@@ -33,7 +33,7 @@ def _reads(
     query: type[msgspec.Struct] = NoFields,
     method: Literal["GET", "DELETE"] = "GET",
 ) -> tuple[DescribedRoute, ...]:
-    """The same route under several prefixes."""
+    """Repeats one route under several prefixes."""
     return tuple(
         DescribedRoute(method=method, path=f"{prefix}{resource}", summary=summary, result=result, query=query)
         for prefix in prefixes

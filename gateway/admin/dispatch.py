@@ -94,7 +94,7 @@ class AdminApi:
         ]
 
     async def _serve(self, resource: Resource, exchange: Exchange) -> None:
-        """Raises ApiError."""
+        """Answers one request. Raises ApiError."""
         names = exchange.path_params
         if any(PATH_PARAMETERS[name].fullmatch(value) is None for name, value in names.items()):
             raise errors.no_route(exchange.path)
@@ -119,8 +119,8 @@ class AdminApi:
         await exchange.answer(200, response.body, response.headers)
 
     async def _permitted(self, exchange: Exchange, resource: Resource) -> tuple[Caller, Operation[Any, Any, Any]]:
-        """The caller and the operation. Everybody but the operator gets the same answer for the operator's paths as for
-        paths that do not exist."""
+        """Returns the caller and the operation. The operator's paths look to all others like paths that do not exist.
+        Raises ApiError."""
         caller = await self._operator(exchange) if resource.hidden else None
         check_account_id(exchange)
         operation = resource.operations.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -158,7 +158,7 @@ class AdminApi:
         return msgspec.msgpack.decode(stored, type=StoredResponse)
 
     async def _run(self, operation: Operation[Any, Any, Any], request: OperationRequest[Any, Any]) -> StoredResponse:
-        """Raises ApiError and StoreUnavailable."""
+        """Runs the operation. Raises ApiError and StoreUnavailable."""
         try:
             result = await operation.serve(self._context, request)
         except NotFound:

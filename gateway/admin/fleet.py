@@ -1,4 +1,4 @@
-"""What this gateway sees of the fleet, for the operator. There are no prompts in it, and no accounts."""
+"""The fleet as this gateway sees it, for the operator. It shows no prompts and no accounts."""
 
 from typing import Final
 
@@ -43,8 +43,8 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
     )
 
 
-def _item(seen: ReplicaView) -> ReplicaItem:
-    return ReplicaItem(seen.machine, seen.model, seen.state.residency.name, seen.ready, seen.problem, load_of(seen))
+def _item(view: ReplicaView) -> ReplicaItem:
+    return ReplicaItem(view.machine, view.model, view.state.residency.name, view.ready, view.problem, load_of(view))
 
 
 OPERATIONS: Final = (

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the routes that ask a model something. It serves nothing.
+"""Describes the routes that ask a model something, for the OpenAPI document. It serves nothing.
 
 tests/gateway/admin/test_openapi.py asks that each described route is served, and no other.
 """
@@ -79,7 +79,7 @@ def _asks(
     query: type[RunQuery] = RunQuery,
     statuses: tuple[int, ...] = _GENERATING,
 ) -> tuple[DescribedRoute, ...]:
-    """The same route under several prefixes."""
+    """Repeats one route under several prefixes."""
     return tuple(
         DescribedRoute(
             method="POST",

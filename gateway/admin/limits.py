@@ -1,4 +1,4 @@
-"""An account's own limits, which its administrators may set below its ceiling, and what is left of those in force."""
+"""An account's own limits, which its administrators may set below its ceiling, and what is left of them now."""
 
 from typing import Annotated, Final
 
@@ -17,14 +17,14 @@ from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
 
 class LeftQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Beside the account's limits those of this token; of the one that asks where none is named."""
+    """The account's limits and those of this token; without `token`, of the token that asks."""
 
     token: Annotated[str, Meta(max_length=32)] | None = None
 
 
 class LeftItem(msgspec.Struct, frozen=True):
-    """`name` is that of the RateLimit headers, `limit` the field of Limits; `token` where it is the token's limit, and
-    `model_class` where it counts calls of one class. In `reset_s` it is whole again if nothing more is used."""
+    """`name` is that of the RateLimit headers, `limit` the field of Limits; `token` is set if it is a token's limit,
+    `model_class` if it counts calls of one class. After `reset_s` it is whole again if nothing more is used."""
 
     name: str
     limit: str
@@ -53,19 +53,19 @@ async def lower(context: AdminContext, request: OperationRequest[NoFields, Limit
     return limits_answer(account)
 
 
-def check_below(own: Limits, most: Limits, of_class: str = "") -> None:
-    """Raises ApiError that names the limit and its ceiling."""
+def check_below(own: Limits, ceilings: Limits, model_class: str = "") -> None:
+    """Raises ApiError for a limit above its ceiling; it names both."""
     for name in RANGES:
-        ceiling = most.at_once if name == "burst" else getattr(most, name)
+        ceiling = ceilings.at_once if name == "burst" else getattr(ceilings, name)
         value = getattr(own, name)
         if value is not None and ceiling is not None and value > ceiling:
-            field = f"classes.{of_class}.{name}" if of_class else name
+            field = f"classes.{model_class}.{name}" if model_class else name
             raise errors.bad_input(
                 f"'{field}' is {value:,}, above the account's ceiling of {ceiling:,}; the operator alone can raise it",
                 field,
             )
-    for one, limits in own.classes.items():
-        check_below(limits, most.classes.get(one, NO_LIMITS), one)
+    for name, limits in own.classes.items():
+        check_below(limits, ceilings.classes.get(name, NO_LIMITS), name)
 
 
 async def limits_left(
@@ -76,19 +76,19 @@ async def limits_left(
     if request.query.token is not None:
         token = await own_token(context, request.account_id, request.query.token)
         token_id, limits = token.id, token.limits
-    return OperationResult([_item(one) for one in await context.quota.limits_left(account, token_id, limits)])
+    return OperationResult([_item(status) for status in await context.quota.limits_left(account, token_id, limits)])
 
 
-def _item(left: LimitStatus) -> LeftItem:
-    of_token, _, of_class = left.subject.partition("class:")
+def _item(status: LimitStatus) -> LeftItem:
+    token, _, model_class = status.subject.partition("class:")
     return LeftItem(
-        name=rate_limit_headers.title(left),
-        limit=left.measure.value,
-        token=of_token.strip().removeprefix("token:") or None,
-        model_class=of_class or None,
-        allowed=left.allowed,
-        left=round(left.remaining, 6),
-        reset_s=left.reset_s,
+        name=rate_limit_headers.title(status),
+        limit=status.measure.value,
+        token=token.strip().removeprefix("token:") or None,
+        model_class=model_class or None,
+        allowed=status.allowed,
+        left=round(status.remaining, 6),
+        reset_s=status.reset_s,
     )
 
 

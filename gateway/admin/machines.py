@@ -1,4 +1,4 @@
-"""Machines, their devices and where each model is, for the operator. There are no prompts in it, and no accounts."""
+"""Machines, their devices and where each model is, for the operator. It shows no prompts and no accounts."""
 
 from typing import Final
 
@@ -20,9 +20,9 @@ class DeviceItem(msgspec.Struct, frozen=True):
 
 
 class LoadItem(msgspec.Struct, frozen=True):
-    """How full a replica is. `blocks` have memory now. `background` are queued requests there, which the others leave
-    out; while it is `draining` it takes none. `hit_ratio` of the prompts' tokens that were looked up in the last
-    seconds were cached, null where none was; `tokens_per_s` were computed, of prompts and answers."""
+    """The load of a replica. `blocks` have memory now. `background` counts its queued requests, which the other counts
+    leave out; a `draining` replica takes none. `hit_ratio` of the prompts' tokens that were looked up in the last
+    seconds were cached, null if none was looked up; `tokens_per_s` were computed, of prompts and answers."""
 
     running: int
     waiting: int
@@ -41,7 +41,7 @@ class LoadItem(msgspec.Struct, frozen=True):
 class MachineReplicaItem(msgspec.Struct, frozen=True):
     """`residency` is where its weights are, DISK, MEMORY or DEVICE, and `toward` where they are going. `ready_ms` until
     it could serve if it were asked for now, −1: it cannot. `device` is an index of the machine's devices, null: none.
-    Of its `device_bytes` are `weights_bytes` and `kv_bytes`; of its `memory_bytes`, on the host, `kept_bytes` are KV.
+    Its `device_bytes` include `weights_bytes` and `kv_bytes`; its `memory_bytes`, on the host, the `kept_bytes` of KV.
     `waiting_here` are this gateway's requests that wait for the model; `load` is null while there is no connection."""
 
     model: str
@@ -84,42 +84,45 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
 
 
 def _machine(fleet: ReplicaFleet, machine: MachineView) -> MachineItem:
-    said = machine.report
+    report = machine.report
     return MachineItem(
-        name=said.machine,
+        name=report.machine,
         address=machine.address,
         problem=machine.problem,
-        devices=[DeviceItem(one.name, one.total_bytes, one.budget_bytes, one.held_bytes) for one in said.devices],
-        memory_bytes=said.memory_bytes,
-        memory_budget_bytes=said.memory_budget_bytes,
-        moves=said.moves,
-        replicas=[_replica(seen, fleet.waiting(seen.model)) for seen in machine.replicas],
+        devices=[
+            DeviceItem(device.name, device.total_bytes, device.budget_bytes, device.held_bytes)
+            for device in report.devices
+        ],
+        memory_bytes=report.memory_bytes,
+        memory_budget_bytes=report.memory_budget_bytes,
+        moves=report.moves,
+        replicas=[_replica(view, fleet.waiting(view.model)) for view in machine.replicas],
     )
 
 
-def _replica(seen: ReplicaView, waiting: int) -> MachineReplicaItem:
-    state = seen.state
-    held = state.memory or frames.PlacementStatus(state.residency)
+def _replica(view: ReplicaView, waiting: int) -> MachineReplicaItem:
+    state = view.state
+    memory = state.memory or frames.PlacementStatus(state.residency)
     return MachineReplicaItem(
         model=state.model,
         residency=state.residency.name,
         toward=state.toward.name,
         ready_ms=state.ready_ms,
         device=None if state.device < 0 else state.device,
-        problem=seen.problem,
+        problem=view.problem,
         quarantined=state.quarantined,
-        weights_bytes=held.weights_bytes,
-        device_bytes=held.device_bytes,
-        kv_bytes=held.kv_bytes,
-        kept_bytes=held.kept_bytes,
-        memory_bytes=held.memory_bytes,
+        weights_bytes=memory.weights_bytes,
+        device_bytes=memory.device_bytes,
+        kv_bytes=memory.kv_bytes,
+        kept_bytes=memory.kept_bytes,
+        memory_bytes=memory.memory_bytes,
         waiting_here=waiting,
-        load=load_of(seen),
+        load=load_of(view),
     )
 
 
-def load_of(seen: ReplicaView) -> LoadItem | None:
-    load = seen.load
+def load_of(view: ReplicaView) -> LoadItem | None:
+    load = view.load
     if load is None:
         return None
     return LoadItem(
@@ -132,8 +135,8 @@ def load_of(seen: ReplicaView) -> LoadItem | None:
         shared_blocks=load.shared_blocks,
         background=load.background,
         draining=load.draining,
-        hit_ratio=seen.recent_load.hit_ratio,
-        tokens_per_s=seen.recent_load.tokens_per_s,
+        hit_ratio=view.recent_load.hit_ratio,
+        tokens_per_s=view.recent_load.tokens_per_s,
         steps=load.steps,
     )
 

@@ -1,4 +1,4 @@
-"""The key that an account's notices are signed with, for whoever receives them. Where they go is a setting."""
+"""The key that an account's notices are signed with, for their receivers. A setting says where they go."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from tenants.records.grants import Permission
 
 
 class KeyItem(msgspec.Struct, frozen=True):
-    """In the form of the Standard Webhooks specification; the same as long as the server's secret is."""
+    """The key in the form of the Standard Webhooks specification; it changes with the server's secret alone."""
 
     key: str
 

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, made from the table of operations and the list of all other routes. It serves nothing."""
+"""Builds the OpenAPI 3.1 document from the tables of operations and of all other routes. It serves nothing."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 _REF: Final = "#/components/schemas/{name}"
 _TOKEN: Final = "token"
-# What any answer may be, whatever is asked: before a token is looked at, and while it is.
+# The statuses of any route: before a token is looked at, and while it is.
 _ALWAYS: Final = (400, 408, 421, 431, 500, 503)
 _WITH_TOKEN: Final = (401, 403)
 _STATUSES: Final = {
@@ -65,7 +65,7 @@ CODES: Final[dict[int, tuple[int, ...]]] = {
     500: (5000,),
     503: (3040,),
 }
-_PLACED: Final[dict[str, Json]] = {
+_PATH_SCHEMAS: Final[dict[str, Json]] = {
     "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
     "token_id": {"type": "string", "pattern": f"^{PATH_PARAMETERS['token_id'].pattern}$"},
     "plan": {"type": "string", "pattern": f"^{PATH_PARAMETERS['plan'].pattern}$"},
@@ -152,7 +152,7 @@ ERROR: Final[Json] = {
 
 
 def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[DescribedRoute]) -> Json:
-    """All that is served, with every status that can occur."""
+    """Describes all routes, with every status that can occur."""
     schemas = _Schemas(operations, routes)
     paths: dict[str, Json] = {}
     for operation in operations:
@@ -180,7 +180,7 @@ def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Seq
 
 
 class _Schemas:
-    """JSON Schemas of all types that are asked for and answered."""
+    """JSON Schemas of all types that requests and answers have."""
 
     def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[DescribedRoute]) -> None:
         types: list[Any] = [PageItem, CursorItem, ResponseInfo]
@@ -188,30 +188,30 @@ class _Schemas:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
         for route in routes:
             types += [*_several(route.result), *_several(route.body), *_several(route.events)]
-        found, self.components = msgspec.json.schema_components(types, ref_template=_REF)
-        self._of = list(zip(types, found, strict=True))
+        schemas, self.components = msgspec.json.schema_components(types, ref_template=_REF)
+        self._schemas = list(zip(types, schemas, strict=True))
         for component in self.components.values():
             tidy_schema(component)
         _bound(self.components["Limits"]["properties"])
 
     def of(self, kind: Any) -> Json:
-        return next(schema for known, schema in self._of if known == kind)
+        return next(schema for known, schema in self._schemas if known == kind)
 
     def any_of(self, kinds: Any) -> Json:
-        """Of one type, or of several."""
-        found = [self.of(one) for one in _several(kinds)]
-        return found[0] if len(found) == 1 else {"anyOf": found}
+        """The schema of one type, or of any of several."""
+        schemas = [self.of(kind) for kind in _several(kinds)]
+        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _bound(limits: dict[str, Json]) -> None:
-    """Says of each limit what tenants/records/terms.py accepts."""
+    """Adds to each limit the range that tenants/records/limits.py accepts."""
     for name, (low, high) in RANGES.items():
         limits[name]["anyOf"][0].update(minimum=low, maximum=high)
 
 
 def _operation(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
-    named = ["If-Match", "If-None-Match"] if operation.conditional else []
-    named += ["Idempotency-Key"] if operation.creates else []
+    headers = ["If-Match", "If-None-Match"] if operation.conditional else []
+    headers += ["Idempotency-Key"] if operation.creates else []
     statuses = [*_ALWAYS, *_WITH_TOKEN]
     statuses += [404] if "{" in operation.path or operation.hidden else []
     statuses += [413] if operation.takes_body else []
@@ -224,17 +224,17 @@ def _operation(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
     answer: Json = {"description": "Done", "content": content}
     if operation.versioned:
         answer["headers"] = {"ETag": {"$ref": "#/components/headers/ETag"}}
-    said: Json = {
+    described: Json = {
         "operationId": _operation_id(operation.method, operation.path),
         "summary": operation.summary,
         "tags": ["operator" if operation.hidden else "account"],
         "security": [{_TOKEN: [permission.value]} for permission in operation.permissions] or [{_TOKEN: []}],
-        "parameters": _parameters(operation.path, operation.query, named),
+        "parameters": _parameters(operation.path, operation.query, headers),
         "responses": {"200": answer, **_errors(statuses)},
     }
     if operation.takes_body:
-        said["requestBody"] = _body(operation.body, schemas, required=not operation.optional)
-    return said
+        described["requestBody"] = _body(operation.body, schemas, required=not operation.optional)
+    return described
 
 
 def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
@@ -262,30 +262,35 @@ def _route(route: DescribedRoute, schemas: _Schemas) -> Json:
     content: Json = {route.plain or "application/json": {"schema": schemas.any_of(route.result)}}
     if route.events is not None:
         content["text/event-stream"] = _stream(schemas.any_of(route.events))
-    said: Json = {
+    described: Json = {
         "operationId": _operation_id(route.method, route.path),
         "summary": route.summary,
         "tags": ["gateway" if route.open else "inference"],
-        "security": [*([{}] if route.open else []), *({_TOKEN: [one.value]} for one in route.permissions)],
+        "security": [
+            *([{}] if route.open else []),
+            *({_TOKEN: [permission.value]} for permission in route.permissions),
+        ],
         "parameters": _parameters(route.path, route.query, route.headers),
         "responses": {"200": {"description": "Done", "content": content}, **_errors(statuses)},
     }
     if route.result is Ready:
-        said["responses"]["503"] = {"description": "Not now", "content": content}
+        described["responses"]["503"] = {"description": "Not now", "content": content}
     if route.body is not None:
-        said["requestBody"] = _body(route.body, schemas, required=True)
-    return said
+        described["requestBody"] = _body(route.body, schemas, required=True)
+    return described
 
 
 def _several(kinds: Any) -> tuple[Any, ...]:
-    """None is no kind."""
+    """Returns a tuple of types; None is no type."""
     return kinds if isinstance(kinds, tuple) else () if kinds is None else (kinds,)
 
 
 def _stream(event: Json) -> Json:
-    """OpenAPI 3.1 has no words for streams of events: `x-event` is what stands behind each `data:`."""
-    said = "Server-sent events: `data:` with a JSON document each, at last `data: [DONE]` where the dialect has that."
-    return {"schema": {"type": "string", "description": said}, "x-event": event}
+    """OpenAPI 3.1 cannot describe streams of events: `x-event` is the schema of each `data:`."""
+    description = (
+        "Server-sent events: `data:` with a JSON document each, at last `data: [DONE]` where the dialect has that."
+    )
+    return {"schema": {"type": "string", "description": description}, "x-event": event}
 
 
 def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
@@ -294,18 +299,18 @@ def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
 
 def _parameters(path: str, query: Any, headers: Iterable[str]) -> list[Json]:
     fields = msgspec.json.schema_components([query])[1][query.__name__]["properties"]
-    placed = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
+    names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     return [
-        *({"name": name, "in": "path", "required": True, "schema": _PLACED[name]} for name in placed),
-        *({"name": name, "in": "query", "schema": _given(schema)} for name, schema in fields.items()),
+        *({"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS[name]} for name in names),
+        *({"name": name, "in": "query", "schema": _without_null(schema)} for name, schema in fields.items()),
         *({"name": name, "in": "header", **_HEADERS[name]} for name in headers),
     ]
 
 
-def _given(schema: Json) -> Json:
-    """Of a field that may be left out but has no null."""
-    said = next((one for one in schema.get("anyOf", ()) if one != {"type": "null"}), schema)
-    return {name: value for name, value in said.items() if name != "default" or value is not None}
+def _without_null(schema: Json) -> Json:
+    """The schema of a field that may be left out but cannot be null."""
+    present = next((member for member in schema.get("anyOf", ()) if member != {"type": "null"}), schema)
+    return {name: value for name, value in present.items() if name != "default" or value is not None}
 
 
 def _errors(statuses: Iterable[int]) -> Json:
@@ -314,7 +319,7 @@ def _errors(statuses: Iterable[int]) -> Json:
 
 def _error(status: int) -> Json:
     coded = {"items": {"properties": {"code": {"enum": list(CODES[status])}}}}
-    said: Json = {
+    response: Json = {
         "description": _STATUSES[status],
         "content": {
             "application/json": {
@@ -323,8 +328,8 @@ def _error(status: int) -> Json:
         },
     }
     if status in (429, 503):
-        said["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds"}}
-    return said
+        response["headers"] = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds"}}
+    return response
 
 
 def _operation_id(method: str, path: str) -> str:

@@ -1,4 +1,4 @@
-"""What one operation of the API is: its path, who may use it, what it takes and what it answers. It serves nothing."""
+"""One operation of the API: its path, who may use it, what it takes and what it answers. It serves nothing."""
 
 import asyncio
 import contextlib
@@ -96,7 +96,7 @@ class OperationResult(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class AdminContext:
-    """What the operations work with; built once. `open_requests` counts the inference requests in progress here,
+    """The parts that operations work with; built once. `open_requests` counts the inference requests in progress here,
     `notice_key` gives the key that signs an account's notices, `calendar` the seconds since 1970."""
 
     limits: ServerConfig

@@ -1,4 +1,4 @@
-"""Plans, for the operator: what accounts are sold, and how they are treated beside others."""
+"""Plans, for the operator: limits and weights that accounts are sold."""
 
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from tenants.records.plans import Plan
 
 PLANS: Final = f"{OPERATOR}/plans"
 
-# A plan without what its path and its store say of it.
+# A plan without its name and revision.
 PlanContent: Final[Any] = msgspec.defstruct(
     "PlanContent",
     [

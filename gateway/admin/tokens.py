@@ -1,7 +1,7 @@
 """The tokens' part of the API, in the shapes of Cloudflare's: verify one's own; list, create, get, change, delete and
 roll an account's.
 
-What is Hearth's own: a token's `models` and `limits` beside its `policies`, and the ids of permission groups
+Hearth adds a token's `models` and `limits` to its `policies`, and has its own ids of permission groups
 (tenants/records/grants.py). Ids of another account's tokens answer like ids that nobody has.
 """
 
@@ -38,12 +38,12 @@ GRACE_S_MAX: Final = 7 * 86400
 TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out
 _SCOPE: Final = "com.cloudflare.api.account"
 _RESOURCE: Final = f"{_SCOPE}."
-# What an account's administrator may hand on; the operator's tokens are minted on the server alone.
+# Permissions that an account's administrator may grant; the operator's tokens are minted on the server alone.
 _OFFERED: Final = (Permission.INFERENCE, Permission.USAGE_READ, Permission.ACCOUNT_ADMIN)
 
 
 class TokensQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    """By the time of their creation."""
+    """A page of the tokens, by the time of their creation."""
 
     page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
     per_page: Annotated[int, Meta(ge=1, le=50)] = 20
@@ -76,7 +76,7 @@ class Condition(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenGiven(Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a creation and of a change, which says all anew."""
+    """The body of a creation, and of a change, which replaces all fields."""
 
     name: Name
     policies: Annotated[list[PolicyGiven], Meta(min_length=1, max_length=1)]
@@ -87,7 +87,7 @@ class TokenGiven(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rolled(Struct, frozen=True, forbid_unknown_fields=True):
-    """For how long the secret before opens yet."""
+    """How long the previous secret stays valid."""
 
     grace_seconds: Annotated[int, Meta(ge=0, le=GRACE_S_MAX)] = 0
 
@@ -98,7 +98,7 @@ class GroupItem(Struct, frozen=True):
 
 
 class GroupOffered(Struct, frozen=True):
-    """What a policy's `permission_groups` can name."""
+    """A permission group that a policy can name."""
 
     id: str
     name: str
@@ -112,7 +112,7 @@ class PolicyItem(Struct, frozen=True):
 
 
 class TokenItem(Struct, frozen=True):
-    """`value` is the token's text, in the answer to its creation alone."""
+    """`value` is the token's text, only in the answer to its creation."""
 
     id: str
     name: str
@@ -137,16 +137,16 @@ class EndedItem(Struct, frozen=True):
 
 
 async def verify(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[VerifiedItem]:
-    """Of a JWT too, whose id names its issuer and subject."""
-    told = ResponseInfo(10000, "This API Token is valid and active")
+    """Describes the caller's token; the id of a JWT names its issuer and subject."""
+    message = ResponseInfo(10000, "This API Token is valid and active")
     expires_on = _time(request.caller.expires_at)
-    return OperationResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(told,))
+    return OperationResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(message,))
 
 
 async def offered_permission_groups(
     context: AdminContext, request: OperationRequest[GroupsQuery, NoFields]
 ) -> OperationResult[list[GroupOffered]]:
-    """`name` and `scope` leave out all others."""
+    """Lists permission groups; `name` and `scope` filter them."""
     groups = [GroupOffered(permission.value, permission.value) for permission in _OFFERED]
     name, scope = request.query.name, request.query.scope
     return OperationResult([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
@@ -155,11 +155,11 @@ async def offered_permission_groups(
 async def listed(
     context: AdminContext, request: OperationRequest[TokensQuery, NoFields]
 ) -> OperationResult[list[TokenItem]]:
-    """Those that are not revoked."""
+    """Lists the tokens that are not revoked."""
     query, now = request.query, context.calendar()
     tokens = await _live(context, request.account_id)
-    shown, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
-    return OperationResult([_item(token, now) for token in shown], page=page)
+    items, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
+    return OperationResult([_item(token, now) for token in items], page=page)
 
 
 async def _live(context: AdminContext, account_id: str) -> list[ApiToken]:
@@ -173,22 +173,22 @@ async def show(context: AdminContext, request: OperationRequest[NoFields, NoFiel
 
 
 async def create(context: AdminContext, request: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
-    """The one answer that holds the token's text, as `value`."""
-    given, now = request.body, context.calendar()
-    grant, expires_at, name = _grant(given, request.account_id), _expiry(given, now), _name(given)
+    """Mints a token; no other answer holds its text."""
+    body, now = request.body, context.calendar()
+    grant, expires_at, name = _grant(body, request.account_id), _expiry(body, now), _name(body)
     if len(await _live(context, request.account_id)) >= TOKENS_MAX:
         raise errors.conflict(f"the account has {TOKENS_MAX:,} tokens, which is the most: revoke some first")
-    token, text = await context.accounts.mint(request.account_id, name, expires_at, grant, given.limits)
-    await context.note(request.caller, request.account_id, "token.create", token.id, **_told(given))
+    token, text = await context.accounts.mint(request.account_id, name, expires_at, grant, body.limits)
+    await context.note(request.caller, request.account_id, "token.create", token.id, **_audit_fields(body))
     return OperationResult(msgspec.structs.replace(_item(token, now), value=text))
 
 
 async def change(context: AdminContext, request: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
-    given, now = request.body, context.calendar()
+    body, now = request.body, context.calendar()
     token = await _changeable(context, request)
-    grant, expires_at, name = _grant(given, request.account_id), _expiry(given, now), _name(given)
-    changed = await context.accounts.update_token(token.id, name, expires_at, grant, given.limits)
-    await context.note(request.caller, request.account_id, "token.change", token.id, **_told(given))
+    grant, expires_at, name = _grant(body, request.account_id), _expiry(body, now), _name(body)
+    changed = await context.accounts.update_token(token.id, name, expires_at, grant, body.limits)
+    await context.note(request.caller, request.account_id, "token.change", token.id, **_audit_fields(body))
     return OperationResult(_item(changed, now))
 
 
@@ -200,7 +200,7 @@ async def end(context: AdminContext, request: OperationRequest[NoFields, NoField
 
 
 async def roll(context: AdminContext, request: OperationRequest[NoFields, Rolled]) -> OperationResult[str]:
-    """The new secret's text, once."""
+    """Replaces a token's secret, and returns its text, once."""
     token = await _changeable(context, request)
     _, text = await context.accounts.roll(token.id, request.body.grace_seconds)
     await context.note(
@@ -210,7 +210,7 @@ async def roll(context: AdminContext, request: OperationRequest[NoFields, Rolled
 
 
 async def own_token(context: AdminContext, account_id: str, token_id: str) -> ApiToken:
-    """Raises ApiError where this account has no such live token."""
+    """Returns a token of this account. Raises ApiError if there is none, or it is revoked."""
     try:
         token = await context.accounts.token(token_id)
     except NotFound:
@@ -221,41 +221,42 @@ async def own_token(context: AdminContext, account_id: str, token_id: str) -> Ap
 
 
 async def _changeable(context: AdminContext, request: OperationRequest[Any, Any]) -> ApiToken:
-    """An account's administrator who could roll an operator's token would be the operator. Raises ApiError."""
+    """Returns a token that the caller may change: an administrator who could roll an operator's token would be the
+    operator. Raises ApiError."""
     token = await own_token(context, request.account_id, request.names["token_id"])
     if token.grant.permits(Permission.OPERATOR) and not request.caller.grant.permits(Permission.OPERATOR):
         raise errors.not_permitted(Permission.OPERATOR)
     return token
 
 
-def _grant(given: TokenGiven, account_id: str) -> Grant:
-    (policy,) = given.policies
-    wanted = {f"{_RESOURCE}{account_id}": "*"}
-    if policy.resources not in ({}, wanted):
-        raise errors.bad_input(f"'resources' may name this account alone: {wanted}", "policies")
+def _grant(body: TokenGiven, account_id: str) -> Grant:
+    (policy,) = body.policies
+    own = {f"{_RESOURCE}{account_id}": "*"}
+    if policy.resources not in ({}, own):
+        raise errors.bad_input(f"'resources' may name this account alone: {own}", "policies")
     permissions = tuple(Permission(group.id) for group in policy.permission_groups)
-    models = ("*",) if given.models is UNSET else tuple(given.models)
+    models = ("*",) if body.models is UNSET else tuple(body.models)
     with values_validated():
-        return Grant(permissions, models, tuple(given.condition.request_ip.in_))
+        return Grant(permissions, models, tuple(body.condition.request_ip.in_))
 
 
-def _expiry(given: TokenGiven, now: float) -> float | None:
-    if given.expires_on is None:
+def _expiry(body: TokenGiven, now: float) -> float | None:
+    if body.expires_on is None:
         return None
-    expires_at = given.expires_on.timestamp()
+    expires_at = body.expires_on.timestamp()
     if expires_at <= now:
         raise errors.bad_input("'expires_on' lies in the past", "expires_on")
     return expires_at
 
 
-def _name(given: TokenGiven) -> str:
+def _name(body: TokenGiven) -> str:
     with values_validated():
-        return checked_name(given.name)
+        return checked_name(body.name)
 
 
-def _told(given: TokenGiven) -> dict[str, Any]:
-    """What the audit log says of it."""
-    return {name: value for name, value in msgspec.to_builtins(given).items() if value}
+def _audit_fields(body: TokenGiven) -> dict[str, Any]:
+    """The fields for the audit log."""
+    return {name: value for name, value in msgspec.to_builtins(body).items() if value}
 
 
 def _item(token: ApiToken, now: float) -> TokenItem:
@@ -280,9 +281,9 @@ def _time(seconds: int | None) -> datetime | None:
 
 _ADMIN: Final = (Permission.ACCOUNT_ADMIN,)
 _TOKENS: Final = f"{ACCOUNT}/tokens"
-_ONE: Final = f"{_TOKENS}/{{token_id}}"
-_OF_ANY: Final = f"{OPERATOR}/accounts/{{account_id}}/tokens"
-_OF_ANY_ONE: Final = f"{_OF_ANY}/{{token_id}}"
+_TOKEN: Final = f"{_TOKENS}/{{token_id}}"
+_OPERATOR_TOKENS: Final = f"{OPERATOR}/accounts/{{account_id}}/tokens"
+_OPERATOR_TOKEN: Final = f"{_OPERATOR_TOKENS}/{{token_id}}"
 
 OPERATIONS: Final = (
     Operation(
@@ -331,7 +332,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="GET",
-        path=_ONE,
+        path=_TOKEN,
         summary="One token",
         permissions=_ADMIN,
         serve=show,
@@ -339,7 +340,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="PUT",
-        path=_ONE,
+        path=_TOKEN,
         summary="Say a token anew, in force within 1 s",
         permissions=_ADMIN,
         serve=change,
@@ -348,7 +349,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="DELETE",
-        path=_ONE,
+        path=_TOKEN,
         summary="Revoke a token, within 1 s and for good",
         permissions=_ADMIN,
         serve=end,
@@ -356,7 +357,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="PUT",
-        path=f"{_ONE}/value",
+        path=f"{_TOKEN}/value",
         summary="A new secret for a token; the one before it may open for a while yet",
         permissions=_ADMIN,
         serve=roll,
@@ -366,7 +367,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="GET",
-        path=_OF_ANY,
+        path=_OPERATOR_TOKENS,
         summary="An account's tokens that are not revoked",
         permissions=(Permission.OPERATOR,),
         serve=listed,
@@ -375,7 +376,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="POST",
-        path=_OF_ANY,
+        path=_OPERATOR_TOKENS,
         summary="A new token of an account, its first one for an administrator; its text is in this answer alone",
         permissions=(Permission.OPERATOR,),
         serve=create,
@@ -385,7 +386,7 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="DELETE",
-        path=_OF_ANY_ONE,
+        path=_OPERATOR_TOKEN,
         summary="Revoke a token of an account, within 1 s and for good",
         permissions=(Permission.OPERATOR,),
         serve=end,

@@ -1,4 +1,4 @@
-"""What was used: by day, model and token for an account, over all accounts for the operator; as JSON or as CSV."""
+"""Usage by day, model and token for an account, and over all accounts for the operator; as JSON or as CSV."""
 
 import csv
 import io
@@ -25,14 +25,14 @@ from tenants.records.usage import MICRO, UsageRow, day_of
 from tenants.store.protocol import RETENTION_DAYS
 
 DAYS_DEFAULT: Final = 30
-ROWS_MAX: Final = 100_000  # that are told apart for one answer
+ROWS_MAX: Final = 100_000  # in one answer
 EPOCH: Final = date(1970, 1, 1)
 _Word = Annotated[str, Meta(max_length=200)]
 _Account = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class DaysQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Days in UTC, both ends included: today and the 29 before it where nothing is said."""
+    """Days in UTC, both ends included; by default today and the 29 before it."""
 
     from_: date | None = msgspec.field(name="from", default=None)
     to: date | None = None
@@ -63,7 +63,7 @@ class AllUsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
 
 
 class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
-    """The columns that are summed by, and the sums."""
+    """The grouping columns and the sums."""
 
     day: date | UnsetType = UNSET
     account: str | UnsetType = UNSET
@@ -83,8 +83,8 @@ async def of_account(
     query = request.query
     sums = UsageSums(query.by)
     for row in await context.store.quotas.usage(request.account_id, *span(context, query)):
-        named = query.model in (None, row.model) and query.token in (None, row.token_id)
-        if named and (query.tag is None or query.tag in row.each_tag):
+        matches = query.model in (None, row.model) and query.token in (None, row.token_id)
+        if matches and (query.tag is None or query.tag in row.each_tag):
             sums.add(request.account_id, row)
     return _answer(sums, query)
 
@@ -103,7 +103,7 @@ async def of_all(
 
 
 def span(context: AdminContext, query: DaysQuery) -> tuple[int, int]:
-    """The first and the last day, since 1970. Raises ApiError."""
+    """Returns the first and the last day, since 1970. Raises ApiError."""
     today = EPOCH + timedelta(day_of(int(context.calendar() * MICRO)))
     to = query.to or today
     start = query.from_ or to - timedelta(min(DAYS_DEFAULT - 1, (to - date.min).days))
@@ -122,7 +122,7 @@ class UsageSums:
         self._sums: dict[tuple[Any, ...], list[int]] = {}
 
     def add(self, account_id: str, row: UsageRow) -> None:
-        """Raises ApiError where the columns tell more than ROWS_MAX rows apart."""
+        """Adds a row. Raises ApiError if there are more than ROWS_MAX sums."""
         columns: dict[str, int | str]
         columns = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
         counts = (row.requests, row.micro_neurons, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
@@ -135,7 +135,7 @@ class UsageSums:
             raise bad_input(f"this is more than {ROWS_MAX:,} rows; ask for fewer days, or sum by less", "by")
 
     def items(self) -> list[UsageItem]:
-        """In the order of the columns."""
+        """Returns the sums, in the order of the columns."""
         return [self._item(key) for key in sorted(self._sums)]
 
     def _item(self, key: tuple[Any, ...]) -> UsageItem:
@@ -156,12 +156,12 @@ class UsageSums:
 def _answer(sums: UsageSums, query: RowsQuery) -> OperationResult[list[UsageItem]]:
     if query.format == "csv":
         return OperationResult([], csv=usage_csv(sums.items(), sums.by))
-    shown, page = sliced(sums.items(), query.page, query.per_page)
-    return OperationResult(list(shown), page=page)
+    items, page = sliced(sums.items(), query.page, query.per_page)
+    return OperationResult(list(items), page=page)
 
 
 def usage_csv(items: Sequence[UsageItem], by: Sequence[str]) -> str:
-    """As CSV with a line of names. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+    """Renders CSV with a line of names. A text that a spreadsheet would take for a formula gets an apostrophe."""
     names = [*by, "requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens"]
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\r\n")

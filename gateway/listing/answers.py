@@ -1,4 +1,4 @@
-"""What models answer, as types: for the API's document and the catalogue. The dialects write their answers themselves,
+"""The answers of models as types, for the API's document and the catalogue. The dialects write their answers themselves,
 faster than through types; tests hold every answer and event against these.
 """
 
@@ -23,7 +23,7 @@ class Cached(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spent(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a call used. `neurons_left` is in the last event of a stream alone."""
+    """The usage of a call. `neurons_left` is only in the last event of a stream."""
 
     prompt_tokens: int
     total_tokens: int
@@ -83,14 +83,14 @@ class Score(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scores(Struct, frozen=True, forbid_unknown_fields=True):
-    """How well texts answer a query, the best first where a model was made for it."""
+    """Scores of texts as answers to a query, the best first if the model was made for it."""
 
     response: list[Score]
     usage: Spent
 
 
 class BatchState(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of many requests that were sent at once."""
+    """The state of many requests that were sent at once."""
 
     status: Literal["queued", "running"]
     request_id: str
@@ -112,7 +112,7 @@ class BatchResult(Struct, frozen=True):
 
 
 class BatchResults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of those that ended; where the batch was not done, `status` says how it ended."""
+    """The results of requests that ended; if the batch was not done, `status` says how it ended."""
 
     responses: list[BatchResult]
     usage: BatchTokens
@@ -134,7 +134,7 @@ class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChatCall(Struct, frozen=True, forbid_unknown_fields=True):
-    """In a chunk what belongs to the call of `index`: at first its id and name, then pieces of its arguments."""
+    """A call; in a chunk a part of the call at `index`: first its id and name, then pieces of its arguments."""
 
     function: CalledFunction
     id: str | UnsetType = UNSET
@@ -233,7 +233,7 @@ class TextCompletion(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Embedding(Struct, frozen=True, forbid_unknown_fields=True):
-    """In base64 it is float32, little-endian."""
+    """A vector; in base64 it is float32, little-endian."""
 
     object: Literal["embedding"]
     index: int
@@ -269,7 +269,7 @@ class Ranking(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Response(Struct, frozen=True):
-    """OpenAI's `response`, in the shapes of its SDKs; beside these it says again what was asked."""
+    """OpenAI's `response`, in the shapes of its SDKs; it also repeats the request's fields."""
 
     id: str
     object: Literal["response"]
@@ -283,7 +283,7 @@ class Response(Struct, frozen=True):
 
 
 class ResponseItem(Struct, frozen=True):
-    """A message with its parts, a call of a function, or what the model thought."""
+    """A message with its parts, a call of a function, or the model's reasoning."""
 
     id: str
     type: Literal["message", "function_call", "reasoning"]
@@ -306,13 +306,13 @@ class ResponseTokens(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Block(Struct, frozen=True):
-    """A text, what the model thought, or a use of a tool with its `input`."""
+    """A text, the model's thinking, or a use of a tool with its `input`."""
 
     type: Literal["text", "thinking", "tool_use"]
 
 
 class AnthropicSpent(Struct, frozen=True):
-    """`input_tokens` are those that were not read from the cache."""
+    """`input_tokens` excludes those that were read from the cache."""
 
     input_tokens: int
     cache_read_input_tokens: int

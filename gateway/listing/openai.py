@@ -1,5 +1,5 @@
-"""The catalogue as OpenAI's and Anthropic's clients list it. Both ask at the same path, so that each model and the list
-have the fields of both; what one of them does not know it passes over.
+"""The catalogue as OpenAI's and Anthropic's clients list it. Both ask at the same path, so each model and the list have
+the fields of both; a client ignores those that it does not know.
 """
 
 from collections.abc import Sequence
@@ -40,27 +40,27 @@ class ModelCards(msgspec.Struct, frozen=True):
 
 
 class ModelsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Anthropic's way of paging: names of models, behind or before which the page lies. OpenAI's has no pages."""
+    """Anthropic's paging: names of models, after or before which the page lies. OpenAI's has no pages."""
 
     limit: Annotated[int, Meta(ge=1, le=LIMIT_MAX)] = LIMIT_MAX
     after_id: str = ""
     before_id: str = ""
 
 
-def listed(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
-    """`/v1/models`: each under its name and its aliases. Raises Refusal."""
-    asked = decode_query(exchange.query, ModelsQuery)
-    today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
-    named = {name: model for model in models if not model.ended(today) for name in (model.name, *model.aliases)}
-    names = _between(list(named), asked)
-    shown = names[-asked.limit :] if asked.before_id else names[: asked.limit]
-    cards = [_card(name, named[name]) for name in shown]
-    ends = (shown[0], shown[-1]) if shown else (None, None)
-    return msgspec.json.encode(ModelCards(cards, len(shown) < len(names), *ends))
+def listed(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+    """`/v1/models`: each under its name and its aliases. Raises ApiError."""
+    options = decode_query(exchange.query, ModelsQuery)
+    today = datetime.fromtimestamp(context.calendar(), UTC).date()
+    by_name = {name: model for model in models if not model.ended(today) for name in (model.name, *model.aliases)}
+    names = _between(list(by_name), options)
+    page = names[-options.limit :] if options.before_id else names[: options.limit]
+    cards = [_card(name, by_name[name]) for name in page]
+    ends = (page[0], page[-1]) if page else (None, None)
+    return msgspec.json.encode(ModelCards(cards, len(page) < len(names), *ends))
 
 
-def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
-    """`/v1/models/{model}`. Raises Refusal."""
+def one(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+    """`/v1/models/{model}`. Raises ApiError."""
     decode_query(exchange.query, NoQuery)
     name = exchange.path_params["model"]
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
@@ -69,13 +69,13 @@ def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) ->
     return msgspec.json.encode(_card(name, model))
 
 
-def _between(names: list[str], asked: ModelsQuery) -> list[str]:
-    """What lies behind `after_id` and before `before_id`. Raises Refusal for names that are not in the list."""
+def _between(names: list[str], options: ModelsQuery) -> list[str]:
+    """Returns the names after `after_id` and before `before_id`. Raises ApiError for names that are not in the list."""
     for field in ("after_id", "before_id"):
-        if (id := getattr(asked, field)) and id not in names:
+        if (id := getattr(options, field)) and id not in names:
             raise errors.bad_input(f"'{field}' is none of the models in this list", field)
-    start = names.index(asked.after_id) + 1 if asked.after_id else 0
-    end = names.index(asked.before_id) if asked.before_id else len(names)
+    start = names.index(options.after_id) + 1 if options.after_id else 0
+    end = names.index(options.before_id) if options.before_id else len(names)
     return names[start:end]
 
 

@@ -51,12 +51,12 @@ class Offers(msgspec.Struct, frozen=True):
     data: list[Offer]
 
 
-def listed(gateway: ListingContext, models: Sequence[Model]) -> bytes:
-    return msgspec.json.encode(Offers([_offer(gateway, model) for model in models]))
+def listed(context: ListingContext, models: Sequence[Model]) -> bytes:
+    return msgspec.json.encode(Offers([_offer(context, model) for model in models]))
 
 
-def _offer(gateway: ListingContext, model: Model) -> Offer:
-    writes, tokens = model.embedding_spec is None, gateway.fleet.context_tokens(model.name, model.context_tokens)
+def _offer(context: ListingContext, model: Model) -> Offer:
+    writes, tokens = model.embedding_spec is None, context.fleet.context_tokens(model.name, model.context_tokens)
     return Offer(
         id=model.name,
         hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
@@ -68,7 +68,7 @@ def _offer(gateway: ListingContext, model: Model) -> Offer:
         quantization=_QUANTIZATIONS.get(model.spec.dtype, "unknown"),
         context_length=tokens,
         max_output_length=tokens if writes else 0,
-        pricing=_pricing(model, gateway.neuron_usd),
+        pricing=_pricing(model, context.neuron_usd),
         supported_sampling_parameters=_SAMPLING if writes else (),
         supported_features=_features(model) if writes else [],
         deprecation_date=model.ends_on,

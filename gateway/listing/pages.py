@@ -1,4 +1,4 @@
-"""Pages of lists: which part was asked for, and what is said of it. It does not know of what the lists are."""
+"""Pages of lists: one part, and which part it is. It does not know what is listed."""
 
 from collections.abc import Sequence
 from typing import Final, Generic, Literal, TypeVar
@@ -29,7 +29,7 @@ class Listed(msgspec.Struct, Generic[T], frozen=True):
     messages: tuple[()] = ()
 
 
-def sliced(found: Sequence[T], page: int, per_page: int) -> tuple[Sequence[T], PageItem]:
-    """The page, empty past the end, and what is said of it."""
-    shown = found[(page - 1) * per_page : page * per_page]
-    return shown, PageItem(len(shown), page, per_page, len(found))
+def sliced(items: Sequence[T], page: int, per_page: int) -> tuple[Sequence[T], PageItem]:
+    """Returns a page, empty past the end, and its description."""
+    part = items[(page - 1) * per_page : page * per_page]
+    return part, PageItem(len(part), page, per_page, len(items))

@@ -1,7 +1,7 @@
-"""What a model takes and answers at `/ai/run`, as JSON Schemas. They are made from the types that read its bodies, so
-that what is accepted and what is said of it cannot differ.
+"""JSON Schemas of what a model takes and answers at `/ai/run`, made from the types that read its bodies, so that the
+schemas and the readers cannot differ.
 
-Beside these types stand only the rules on fields that exclude each other, which a type cannot say.
+This module adds only the rules on fields that exclude each other, which a type cannot express.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from gateway.api import embeddings, rerank, run_chat, run_native
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.listing.answers import RESPONSE_TYPES
 from gateway.listing.context import ListingContext
+from gateway.listing.answers import RESPONSE_TYPES
 
 Json = dict[str, Any]
 
@@ -28,8 +28,8 @@ _UNSERVED: Final = "Not served here: any other value is refused."
 
 @dataclass(frozen=True, slots=True)
 class BodyForm:
-    """One of the forms that a body can have: at least one of `fields`, and none of the other forms'. Those of `never`
-    ask for nothing."""
+    """One of the forms that a body can have: at least one of `fields`, and none of the other forms'. Fields in `never`
+    may be there only with values that ask for nothing."""
 
     title: str
     fields: tuple[str, ...]
@@ -73,8 +73,8 @@ class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
 
 
-def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
-    """`/ai/models/schema`. Raises Refusal."""
+def one(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+    """`/ai/models/schema`. Raises ApiError."""
     name = decode_query(exchange.query, SchemaQuery).model
     model = next((model for model in models if name in (model.name, *model.aliases)), None)
     if model is None:
@@ -83,7 +83,7 @@ def one(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) ->
 
 
 def input_schema(family: str) -> Json:
-    """What the bodies of a family of models may be."""
+    """The schema of bodies for a family of models."""
     kind, forms = _BODIES[family]
     schema = _whole(kind)
     if forms:
@@ -92,34 +92,34 @@ def input_schema(family: str) -> Json:
 
 
 def output_schema(family: str) -> Json:
-    """What models of a family answer, where it is not streamed."""
+    """The schema of whole answers from a family of models."""
     first, *others = map(_whole, RESPONSE_TYPES[family])
     if not others:
         return first
-    definitions = {name: schema for one in (first, *others) for name, schema in one.pop("$defs").items()}
+    definitions = {name: schema for each in (first, *others) for name, schema in each.pop("$defs").items()}
     described = {"description": "One of these", "additionalProperties": True}
     return {"type": "object", **described, "anyOf": [first, *others], "$defs": definitions}
 
 
 def _whole(kind: Any) -> Json:
     """The JSON Schema of a type, with the type itself at its top."""
-    said = msgspec.json.schema(kind)
-    definitions = said.pop("$defs")
-    top = definitions.pop(said["$ref"].rpartition("/")[2])
+    whole = msgspec.json.schema(kind)
+    definitions = whole.pop("$defs")
+    top = definitions.pop(whole["$ref"].rpartition("/")[2])
     for schema in (top, *definitions.values()):
         tidy_schema(schema)
     return {**top, "$defs": definitions}
 
 
 def tidy_schema(schema: Json) -> None:
-    """Tidies what is said of a type: its description as text, and fields that any value would do for as unserved, for
-    they are there to be refused by name."""
+    """Tidies a type's schema: its description becomes plain text, and fields that take any value become unserved, since
+    they exist to be refused by name."""
     if "description" in schema:
         schema["description"] = cleandoc(schema["description"])
     for name, field in schema.get("properties", {}).items():
         if field.get("default", "") is not None:
             continue
-        del field["default"]  # what is left out is null to its reader, and that says nothing of what is done then
+        del field["default"]  # null marks a field that was left out, and does not say what is done then
         if field.keys() <= {"description"}:
             schema["properties"][name] = {**_NULL, "description": field.get("description", _UNSERVED)}
 

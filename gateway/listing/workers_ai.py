@@ -1,6 +1,6 @@
 """The catalogue as Workers AI shows it: the search of models, their tasks and their authors.
 
-It does not know who asks: it is given the models that they may see.
+It does not know the caller: it gets the models that the caller may see.
 """
 
 import uuid
@@ -14,15 +14,15 @@ from msgspec import Meta
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.listing import openrouter
 from gateway.listing.context import ListingContext
+from gateway.listing import openrouter
 from gateway.listing.pages import PAGE_MAX, Listed, PageItem, sliced
 
 PER_PAGE_MAX: Final = 1000
 PER_PAGE_DEFAULT: Final = 100
-SHOWN_AFTER_END: Final = timedelta(days=92)  # how long `include_deprecated` shows a model that is served no more
+SHOWN_AFTER_END: Final = timedelta(days=92)  # how long `include_deprecated` shows a model that is no longer served
 _NAMESPACE: Final = uuid.UUID("0c1f6d0a-7c57-4b0e-8a55-2f5d4a1f6b3e")
-_SOURCES: Final = {"@hf": 2}  # everything else is 1, as there
+_SOURCES: Final = {"@hf": 2}  # all others are 1, as in Workers AI
 
 YesNo = Literal["true", "false", "1", "0"]
 
@@ -42,7 +42,7 @@ class SearchQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Price(msgspec.Struct, frozen=True):
-    """Of a million tokens of one kind, which `unit` names."""
+    """The price of a million tokens of one kind, which `unit` names."""
 
     unit: str
     price: float
@@ -50,7 +50,7 @@ class Price(msgspec.Struct, frozen=True):
 
 
 class Property(msgspec.Struct, frozen=True):
-    """What is to be known of a model; everything but prices is a text."""
+    """A fact about a model; all but prices are texts."""
 
     property_id: str
     value: str | list[Price]
@@ -63,7 +63,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Author(msgspec.Struct, frozen=True):
-    """Who the names of models say that they are from."""
+    """The author that a model's name states."""
 
     id: str
     name: str
@@ -86,7 +86,7 @@ class NoQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The query of a list that has none."""
 
 
-# Their ids are those of Workers AI, which clients may have learnt.
+# The ids are those of Workers AI, which clients may know.
 _TASKS: Final = (
     Task("c329a1f9-323d-4e91-b2aa-582dd4188d34", "Text Generation", "Writes text from a prompt or from messages."),
     Task(
@@ -102,43 +102,44 @@ _TASKS: Final = (
 )
 
 
-def search(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
-    """`/ai/models/search`. Raises Refusal."""
-    asked = decode_query(exchange.query, SearchQuery)
-    today = datetime.fromtimestamp(gateway.calendar(), UTC).date()
-    found, page = sliced([model for model in models if _matches(model, asked, today)], asked.page, asked.per_page)
-    if asked.format == "openrouter":
-        return openrouter.listed(gateway, found)
-    return msgspec.json.encode(Listed([_item(gateway, model) for model in found], page))
+def search(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+    """`/ai/models/search`. Raises ApiError."""
+    options = decode_query(exchange.query, SearchQuery)
+    today = datetime.fromtimestamp(context.calendar(), UTC).date()
+    matches = [model for model in models if _matches(model, options, today)]
+    part, page = sliced(matches, options.page, options.per_page)
+    if options.format == "openrouter":
+        return openrouter.listed(context, part)
+    return msgspec.json.encode(Listed([_item(context, model) for model in part], page))
 
 
-def tasks(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
-    """`/ai/tasks/search`: what the models do. Raises Refusal."""
+def tasks(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+    """`/ai/tasks/search`: the tasks of the models. Raises ApiError."""
     decode_query(exchange.query, NoQuery)
     return _all([task for task in _TASKS if task.name in {model.task for model in models}])
 
 
-def authors(gateway: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
-    """`/ai/authors/search`. Raises Refusal."""
+def authors(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
+    """`/ai/authors/search`. Raises ApiError."""
     decode_query(exchange.query, NoQuery)
     names = sorted({model.author for model in models})
     return _all([Author(str(uuid.uuid5(_NAMESPACE, name)), name) for name in names])
 
 
 def _all(items: Sequence[Task | Author]) -> bytes:
-    """A list that is one page."""
+    """Renders a list that is one page."""
     return msgspec.json.encode(Listed(items, PageItem(len(items), 1, len(items), len(items))))
 
 
-def _matches(model: Model, asked: SearchQuery, today: date) -> bool:
+def _matches(model: Model, options: SearchQuery, today: date) -> bool:
     since_end = timedelta(0) if model.ends_on is None else today - model.ends_on
     return (
-        asked.search.lower() in f"{model.name} {model.description}".lower()
-        and asked.task.lower() in ("", model.task.lower(), _task(model).id)
-        and asked.author.lower() in ("", model.author.lower())
-        and asked.source.removesuffix(".0") in ("", str(_source(model)))
-        and not (model.beta and _yes(asked.hide_experimental))
-        and (not model.ended(today) or (_yes(asked.include_deprecated) and since_end <= SHOWN_AFTER_END))
+        options.search.lower() in f"{model.name} {model.description}".lower()
+        and options.task.lower() in ("", model.task.lower(), _task(model).id)
+        and options.author.lower() in ("", model.author.lower())
+        and options.source.removesuffix(".0") in ("", str(_source(model)))
+        and not (model.beta and _yes(options.hide_experimental))
+        and (not model.ended(today) or (_yes(options.include_deprecated) and since_end <= SHOWN_AFTER_END))
     )
 
 
@@ -154,8 +155,8 @@ def _task(model: Model) -> Task:
     return next(task for task in _TASKS if task.name == model.task)
 
 
-def _item(gateway: ListingContext, model: Model) -> ModelItem:
-    properties = _properties(gateway, model)
+def _item(context: ListingContext, model: Model) -> ModelItem:
+    properties = _properties(context, model)
     return ModelItem(
         id=model.id,
         source=_source(model),
@@ -168,10 +169,10 @@ def _item(gateway: ListingContext, model: Model) -> ModelItem:
     )
 
 
-def _properties(gateway: ListingContext, model: Model) -> dict[str, str | list[Price]]:
-    """By id; those that are empty are left out."""
+def _properties(context: ListingContext, model: Model) -> dict[str, str | list[Price]]:
+    """The properties by id; empty ones are left out."""
     return {
-        "context_window": str(gateway.fleet.context_tokens(model.name, model.context_tokens)),
+        "context_window": str(context.fleet.context_tokens(model.name, model.context_tokens)),
         "max_input_tokens": "" if model.embedding_spec is None else str(model.embedding_spec.tokens_max),
         "output_dimensions": str(model.embedding_spec.dimensions or "") if model.embedding_spec is not None else "",
         "price": _prices(model),
