@@ -16,8 +16,8 @@ from gateway.api import embeddings, rerank, run_chat, run_native
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.listing.context import ListingContext
 from gateway.listing.answers import RESPONSE_TYPES
+from gateway.listing.context import ListingContext
 
 Json = dict[str, Any]
 

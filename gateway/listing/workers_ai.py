@@ -14,8 +14,8 @@ from msgspec import Meta
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
-from gateway.listing.context import ListingContext
 from gateway.listing import openrouter
+from gateway.listing.context import ListingContext
 from gateway.listing.pages import PAGE_MAX, Listed, PageItem, sliced
 
 PER_PAGE_MAX: Final = 1000
