@@ -164,11 +164,13 @@ class Turns:
 def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
     """Until the other end is closed. It answers with what its engine's memory is, then each question in turn."""
     from engine.bench.session import BenchEngine, BenchSession
+    from engine.execution.open import inference_mode
 
+    inference_mode().__enter__()
     engine = BenchEngine(model, device)
     engine.prepare()
-    asks.send(engine.runner.memory)
-    vocabulary = range(engine.runner.vocabulary)
+    asks.send(engine.model.report)
+    vocabulary = range(engine.vocabulary)
     with closing(engine), ExitStack() as stack:
         while True:
             try:
@@ -192,7 +194,7 @@ def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
                 with BenchSession(engine) as alone:
                     stream = alone.submit(random.Random(seed).choices(vocabulary, k=tokens), 1)
                     alone.run()
-                    asks.send(1e3 * (stream.told_s[0] - stream.submitted_s))
+                    asks.send(1e3 * (stream.token_s[0] - stream.submitted_s))
 
 
 class Clocks:

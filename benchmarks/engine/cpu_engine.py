@@ -3,7 +3,7 @@
     python -m benchmarks.engine.cpu_engine [--threads 2] [--rounds 5]
 
 A Llama of 135 M parameters with random weights is written twice, as safetensors and as GGUF (BF16 and F32). Ours runs
-through `DecoderRunner.launch`; llama.cpp through `llama_decode` with one batch of all sequences a step, which is what
+through `LoadedModel.launch`; llama.cpp through `llama_decode` with one batch of all sequences a step, which is what
 its server does with parallel slots. Both are greedy, both include choosing the token. The two take turns, and each
 figure is the median of its rounds' medians, at the thread count that suits each best (1 or --threads), the peer's
 also with its better file. On a machine that does other work, the ratio is what counts.
@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.record import record
-from engine.execution.open import DecoderRunner
+from engine.execution.open import inference_mode, open_model
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.step.layout import SequenceSlice, pack_step
@@ -114,11 +114,11 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
 
 
 class Ours:
-    """Sequences of our runner, each with its own blocks."""
+    """Sequences of our engine, each with its own blocks."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         spec = ModelSpec(name="135m", folder=str(folder), kv_bytes=1 << 30)
-        self.runner = DecoderRunner.open(spec, "cpu", threads, lambda: None)
+        self.model = open_model(spec, "cpu", threads, lambda: None)
 
     def start(self, prompts: list[list[int]], new_tokens: int) -> None:
         width = -(-(len(prompts[0]) + new_tokens) // BLOCK_TOKENS)
@@ -126,7 +126,7 @@ class Ours:
         self.length = len(prompts[0])
         self.last = []
         for prompt, table in zip(prompts, self.tables, strict=True):
-            flight = self.runner.launch(pack_step([SequenceSlice(prompt, 0, table, GREEDY)], BLOCK_TOKENS))
+            flight = self.model.executor.launch(pack_step([SequenceSlice(prompt, 0, table, GREEDY)], BLOCK_TOKENS))
             self.last.append(int(flight.wait().tokens_R[0]))
 
     def step(self) -> None:
@@ -134,7 +134,7 @@ class Ours:
             SequenceSlice([token], self.length, table, GREEDY)
             for token, table in zip(self.last, self.tables, strict=True)
         ]
-        self.last = self.runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+        self.last = self.model.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
         self.length += 1
 
     def prefill_seconds(self, prompt: list[int], cached: int) -> float:
@@ -144,7 +144,7 @@ class Ours:
         for first in range(cached, len(prompt), CHUNK):
             chunk = prompt[first : first + CHUNK]
             sampling = GREEDY if first + CHUNK >= len(prompt) else None
-            self.runner.launch(pack_step([SequenceSlice(chunk, first, table, sampling)], BLOCK_TOKENS)).wait()
+            self.model.executor.launch(pack_step([SequenceSlice(chunk, first, table, sampling)], BLOCK_TOKENS)).wait()
         return time.perf_counter() - started
 
 
@@ -229,6 +229,7 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
     tensors = weights()
     write_folder(folder, tensors)
     counts = sorted({1, threads})
+    inference_mode().__enter__()
     ours = Ours(folder, threads)
     peers = {}
     for kind in ("bf16", "f32"):
@@ -250,7 +251,7 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
         ours_s_best, count = min((statistics.median(taken), count) for count, taken in ours_s.items())
         peer_s_best, best = min((statistics.median(taken), kind) for kind, taken in peers_s.items())
         ours_rate, peer_rate = streams / ours_s_best, streams / peer_s_best
-        step_bytes = ours.runner.memory.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
+        step_bytes = ours.model.report.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
         bound = streams * bytes_per_second / step_bytes
         shape = f"decode, 135M, {streams} streams, 128 in, up to {threads} threads"
         record("cpu_engine", shape, ours_rate, "tokens/s", bound=bound)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.record import record
-from engine.execution.encoder_runner import EncoderRunner
+from engine.execution.open import inference_mode, open_model
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack_texts
@@ -38,7 +38,7 @@ def texts(count: int, seed: int) -> list[str]:
 def ours(threads: int) -> Encode:
     text = ModelTokenizer(minilm.folder())
     model = ModelSpec(name="minilm", folder=str(minilm.folder()))
-    runner = EncoderRunner.open(model, "cpu", threads, lambda: None)
+    runner = open_model(model, "cpu", threads, lambda: None)
 
     def encode(said: list[str]) -> NDArray[np.float32]:
         ids = [text.special_tokens.single(text.encode_text(each)) for each in said]
@@ -46,7 +46,7 @@ def ours(threads: int) -> Encode:
         rows = []
         for first in range(0, len(order), 1024):
             some = [ids[index] for index in order[first : first + 1024]]
-            rows.append(runner.launch(pack_texts(some, [Pooling.MEAN] * len(some))).wait().vectors_RH)
+            rows.append(runner.executor.launch(pack_texts(some, [Pooling.MEAN] * len(some))).wait().vectors_RH)
         vectors = np.empty_like(np.concatenate(rows))
         vectors[order] = np.concatenate(rows)
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
+    inference_mode().__enter__()
     own, peer = ours(options.threads), theirs(options.threads)
     trial = texts(50, seed=1)
     apart = np.abs(own(trial) - peer(trial)).max()

@@ -21,9 +21,10 @@ from tqdm import tqdm
 from benchmarks.record import record
 from engine.bench.geometries import GEOMETRIES, write_folder
 from engine.execution.gpu_runner import GpuRunner
-from engine.execution.open import DecoderRunner
+from engine.execution.open import inference_mode, open_model
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
+from engine.step.executor import LoadedModel
 from engine.step.layout import Int32s, SequenceSlice, pack_step
 
 CONTEXT_TOKENS: Final = 8192
@@ -43,14 +44,17 @@ def main() -> None:
         model = ModelSpec(
             name="@cf/bench/cycles", folder=str(folder), random_weights=True, context_tokens=CONTEXT_TOKENS
         )
-        with closing(DecoderRunner.open(model, "cuda", None, lambda: None, DEVICE_BYTES, standby=True)) as runner:
-            while runner.idle():
+        with (
+            inference_mode(),
+            closing(open_model(model, "cuda", None, lambda: None, DEVICE_BYTES, standby=True)) as runner,
+        ):
+            while runner.executor.warm_up():
                 pass
             ratio = measure(runner, options.cycles)
     record("cycles", f"cycles-{options.cycles}-step", round(ratio, 4), "ratio", bound=1.0)
 
 
-def measure(runner: DecoderRunner, cycles: int) -> float:
+def measure(runner: LoadedModel, cycles: int) -> float:
     """Raises AssertionError where a cycle left a trace."""
     steps = [_step(runner, count, length) for count, length in ((1, 1), (SEQUENCES, 1), (3, 40), (5, 700))]
     wanted = [_tokens(runner, step) for step in steps]
@@ -58,24 +62,24 @@ def measure(runner: DecoderRunner, cycles: int) -> float:
     while time.monotonic() < began + WARM_S:
         _step_ms(runner, steps[1])
     before = [_step_ms(runner, steps[1]) for _ in range(ROUNDS)]
-    extents, took = runner.mapped, []
+    extents, took = runner.paged.mapped, []
     for step in steps:  # torch takes what steps without graphs need
         _cycle(runner, extents)
         _tokens(runner, step)
     awake, asleep = torch.cuda.mem_get_info()[0], None
     for count in tqdm(range(cycles), desc="cycles"):
-        runner.sleep([])
+        runner.sleeper.sleep([])
         free = torch.cuda.mem_get_info()[0]
         asleep = asleep or free
         assert free == asleep, f"{asleep - free} bytes more are held asleep after {count} cycles"
         began = time.monotonic()
-        runner.wake(extents, [])
+        runner.sleeper.wake(extents, [])
         index = count % len(steps)
         assert _tokens(runner, steps[index]) == wanted[index], f"other tokens after {count} cycles"
         took.append(time.monotonic() - began)
         free = torch.cuda.mem_get_info()[0]
         assert free == awake, f"{awake - free} bytes more are held awake after {count} cycles"
-    while not runner.arrived():
+    while not runner.sleeper.arrived():
         time.sleep(0.001)
     assert [_tokens(runner, step) for step in steps] == wanted, "graphs give other tokens"
     after = [_step_ms(runner, steps[1]) for _ in range(ROUNDS)]
@@ -84,35 +88,35 @@ def measure(runner: DecoderRunner, cycles: int) -> float:
     return statistics.median(after) / statistics.median(before)
 
 
-def _step(runner: DecoderRunner, count: int, length: int) -> Int32s:
+def _step(runner: LoadedModel, count: int, length: int) -> Int32s:
     """So many prompts in blocks of their own."""
-    rng, width = np.random.default_rng(count), -(-length // runner.block_tokens)
+    rng, width = np.random.default_rng(count), -(-length // runner.paged.layout.block_tokens)
     return pack_step(
         [
             SequenceSlice(
-                rng.integers(0, runner.vocabulary, length).tolist(), 0, list(range(n * width, (n + 1) * width)),
+                rng.integers(0, runner.executor.limits.vocabulary, length).tolist(), 0,
+                list(range(n * width, (n + 1) * width)),
                 SamplingParams(), None,
             )
             for n in range(count)
         ],
-        runner.block_tokens,
+        runner.paged.layout.block_tokens,
     )  # fmt: skip
 
 
-def _cycle(runner: DecoderRunner, extents: list[int]) -> None:
-    runner.sleep([])
-    runner.wake(extents, [])
+def _cycle(runner: LoadedModel, extents: list[int]) -> None:
+    runner.sleeper.sleep([])
+    runner.sleeper.wake(extents, [])
 
 
-def _tokens(runner: DecoderRunner, step: Int32s) -> list[int]:
-    tokens: list[int] = runner.launch(step).wait().tokens_R.tolist()
+def _tokens(runner: LoadedModel, step: Int32s) -> list[int]:
+    tokens: list[int] = runner.executor.launch(step).wait().tokens_R.tolist()
     return tokens
 
 
-@torch.inference_mode()
-def _step_ms(runner: DecoderRunner, step: Int32s) -> float:
-    assert isinstance(runner.place, GpuRunner)
-    return runner.place.launch_ms(step, 50)
+def _step_ms(runner: LoadedModel, step: Int32s) -> float:
+    assert isinstance(runner.executor, GpuRunner)
+    return runner.executor.launch_ms(step, 50)
 
 
 if __name__ == "__main__":

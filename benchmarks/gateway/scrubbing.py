@@ -4,6 +4,7 @@ python -m benchmarks.gateway.scrubbing [--pairs 4]
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -29,20 +30,19 @@ def measure() -> tuple[float, float]:
     """(tokens per CPU second of sequences side by side, CPU milliseconds to the first token of one prompt)."""
     import numpy as np
 
-    from engine.execution.open import DecoderRunner
-    from engine.execution.step_loop import StepLoop, open_scheduler
+    from engine.execution.open import inference_mode, open_model
+    from engine.execution.step_loop import StepLoop
     from engine.protocol.frames import Submit
     from engine.protocol.specs import ModelSpec
     from engine.protocol.types import SamplingParams, Scope, ScopeKind
-    from engine.scheduling.validation import RequestValidator
+    from engine.replica.open_scheduler import open_scheduler, open_validator
 
+    inference_mode().__enter__()
     spec = ModelSpec(name="ember", folder=str(EMBER), kv_bytes=60_000_000)
-    runner = DecoderRunner.open(spec, "cpu", 1, lambda: None)
-    scheduler = open_scheduler(runner, spec, time.monotonic)
-    loop = StepLoop(runner, scheduler)
-    door = RequestValidator(
-        runner.revision, runner.kv_layout, runner.block_tokens, 2000, runner.vocabulary, frozenset()
-    )
+    model = open_model(spec, "cpu", 1, lambda: None)
+    scheduler = open_scheduler(model, spec, time.monotonic)
+    loop = StepLoop(model.executor, scheduler, model.paged)
+    door = open_validator(dataclasses.replace(model, stop_ids=frozenset()), spec, 2000)
     alone = Scope(ScopeKind.REQUEST, account=bytes(16))
 
     def run(sequences: int, prompt: int, output: int) -> float:

@@ -29,7 +29,7 @@ from engine.scheduling.token_budget import SchedulerConfig
 from engine.scheduling.validation import RequestValidator
 from engine.step.cost_model import CostModel
 from engine.step.executor import RunnerOutput
-from engine.step.layout import Int32s
+from engine.step.layout import ExecutorLimits, Int32s
 from prefixcache.tree import PrefixTree
 
 DECODES = 256
@@ -94,11 +94,13 @@ class Landed:
 
 
 class Numbers:
-    """A runner that samples row r of every step as token r, at once."""
+    """An executor that samples row r of every step as token r, at once."""
 
-    blocks = block_tokens = step_tokens = prompt_step_tokens = sequences = 0  # Loop asks for none of them
-    depth = 2
+    limits = ExecutorLimits(0, 0, 0, 0, 0, 0, depth=2)
     costs = None
+
+    def warm_up(self) -> bool:
+        return False
 
     def launch(self, packed: Int32s) -> Landed:
         return Landed(RunnerOutput(np.arange(packed[3], dtype=np.int32), {}))
@@ -120,7 +122,7 @@ def measure(
 ) -> list[float]:
     """Milliseconds of CPU time per step, sorted."""
     loop, scheduler = decoding(prompt_tokens, sampling, steps, waiting, shared, costs)
-    for _ in range(Numbers.depth):
+    for _ in range(Numbers.limits.depth):
         step(loop, scheduler)
     gc.collect()
     spent = []

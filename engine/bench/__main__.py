@@ -18,6 +18,7 @@ from engine.bench.breakdown import break_down
 from engine.bench.geometries import GEOMETRIES, RooflineBound, write_folder
 from engine.bench.session import BenchEngine, BenchSession
 from engine.bench.shapes import SHAPES, SMALL_SIZES, START, START_PEER_S, ShapeResult, WorkloadSizes, measure_start
+from engine.execution.open import inference_mode
 from engine.models.config import read_decoder_config
 from engine.protocol.specs import ModelSpec
 
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
             names.remove(START)
             _keep(rows, measure_start(model, options.device), START_PEER_S, options)
         if names or options.profile:
-            with closing(BenchEngine(model, options.device)) as engine:
+            with inference_mode(), closing(BenchEngine(model, options.device)) as engine:
                 engine.prepare()
                 sizes = SMALL_SIZES if options.small else WorkloadSizes()
                 for name in tqdm(names, desc="shapes", file=sys.stderr, disable=not sys.stderr.isatty()):

@@ -69,7 +69,7 @@ class BenchShape:
 
 
 def _prompt(engine: BenchEngine, length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(engine.runner.vocabulary), k=length)
+    return random.Random(seed).choices(range(engine.vocabulary), k=length)
 
 
 def _decode(count: int) -> MeasureShape:
@@ -193,7 +193,7 @@ def nano_vllm_requests(count: int) -> tuple[list[list[int]], list[int]]:
 
 def _nano(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     prompts, outputs = nano_vllm_requests(sizes.scaled(256))
-    vocabulary = engine.runner.vocabulary
+    vocabulary = engine.vocabulary
     prompts = [[token % vocabulary for token in tokens[: len(tokens) // sizes.scale + 1]] for tokens in prompts]
     outputs = [output // sizes.scale + 1 for output in outputs]
     best = bound.throughput([(len(tokens), output) for tokens, output in zip(prompts, outputs, strict=True)])
@@ -207,7 +207,7 @@ def _first_token(length: int) -> MeasureShape:
             with BenchSession(engine) as session:
                 stream = session.submit(_prompt(engine, tokens, repeat), 1)
                 session.run()
-                took.append(1e3 * (stream.told_s[0] - stream.submitted_s))
+                took.append(1e3 * (stream.token_s[0] - stream.submitted_s))
         return [ShapeResult(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
 
     return measure
@@ -232,7 +232,7 @@ def _gaps_under_prefill(engine: BenchEngine, bound: RooflineBound, sizes: Worklo
         gaps = [
             1e3 * (after - before)
             for stream in streams
-            for before, after in zip(stream.told_s, stream.told_s[1:], strict=False)
+            for before, after in zip(stream.token_s, stream.token_s[1:], strict=False)
             if began <= after <= ended
         ]
     return [ShapeResult("itl-p99-under-prefill", statistics.quantiles(gaps, n=100)[98], "ms")]

@@ -18,9 +18,10 @@ _ENGINE: Final = Path(__file__).parents[1]
 # What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
 _GPU_SOURCES: Final = (
     *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py"),
-    *("execution/gpu_runner.py", "execution/cuda_graphs.py", "execution/gpu_sampler.py", "execution/profiling.py"),
+    "execution/profiling.py",
+    *("execution/gpu_runner.py", "execution/cuda_graphs.py", "execution/gpu_sampler.py", "execution/gpu_trial.py"),
 )
-_CPU_SOURCES: Final = ("execution/cpu_runner.py", "layers/linear_cpu.py")
+_CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM

@@ -26,7 +26,7 @@ from engine.process.files import replace_file
 log = logging.getLogger(__name__)
 
 _FOLDER: Final = ".hearth"
-KERNELS_FOLDER: Final = f"{_FOLDER}/kernels"  # below the model's folder
+_KERNELS_FOLDER: Final = f"{_FOLDER}/kernels"  # below the model's folder
 _KEYS_MAX: Final = 16  # in a folder; the oldest go
 Artifact = TypeVar("Artifact", bound=msgspec.Struct)
 
@@ -39,6 +39,7 @@ class ArtifactFiles(Generic[Artifact]):
 
     def __init__(self, folder: Path, key: ArtifactKey, kind: type[Artifact]) -> None:
         """`folder` is the model's."""
+        self.kernels_folder = folder / _KERNELS_FOLDER
         self._key = dict(key)
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"

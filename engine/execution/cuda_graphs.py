@@ -69,11 +69,12 @@ class CudaGraphs:
     def _capture(self, size: int) -> bool:
         self._missing.remove(size)
         try:
-            self._graphs[size] = _captured(lambda: self._run(size), self._workspace.graphs)
+            self._graphs[size] = _captured(lambda: self._run(size), self._workspace.graph_pool)
         except torch.OutOfMemoryError:
             self._missing.clear()
             return False
         insort(self._captured, size)
+        self._workspace.graphs += 1
         return True
 
     def launch(self, rows: int) -> None:
@@ -92,6 +93,7 @@ class CudaGraphs:
         self._captured.clear()
         while self._graphs:
             self._graphs.popitem()[1].reset()
+            self._workspace.graphs -= 1
 
 
 def _captured(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
 
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE, MIN_CAPABILITY
@@ -39,6 +40,14 @@ def select_device(asked: str) -> torch.device:
         raise DeviceUnusable(f"device {asked!r} cannot be used: {reason}")
     log.info("device auto: cpu (%s)", reason)
     return torch.device("cpu")
+
+
+def device_facts(device: torch.device) -> tuple[str, int, int]:
+    """The device's name, and how many bytes it has free and in all."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return "cpu", int(memory.available), int(memory.total)
 
 
 def _reason_against(device: torch.device) -> str | None:

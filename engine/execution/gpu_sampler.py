@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.sampling import add_biases, draw, forbid, penalise
 from engine.kernels.sampling_filters import find_cutoffs
-from engine.scheduling.validation import LOGPROBS_MAX
+from engine.protocol.types import LOGPROBS_MAX
 from engine.step.layout import StepBatch
 
 

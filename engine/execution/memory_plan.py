@@ -1,6 +1,6 @@
-"""How a replica's memory is shared out: what a context needs, how much of its KV there is room for, what does not fit.
+"""How a replica's memory is shared out: what a context needs, how much KV there is room for, what does not fit.
 
-Arithmetic only: who measures what is free and what a step needs is host.py's and device.py's business.
+Arithmetic only: it does not measure what is free or what a step needs.
 """
 
 from typing import Final
@@ -8,9 +8,10 @@ from typing import Final
 from engine.kernels.reference import KEY_STEP
 from engine.kvcache.layout import KVShape
 from engine.kvcache.tensors import KVPool
-from engine.models.config import ModelConfig
 from engine.protocol.specs import ModelSpec
+from engine.step.executor import PagedLayout
 
+GRAPH_BYTES: Final = 1 << 20  # what each captured graph takes
 CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
 
 
@@ -26,12 +27,12 @@ def require_sizes(model: ModelSpec, device: str) -> None:
         raise DoesNotFit("kv_dtype fp8 is for GPUs; on a CPU leave it out")
 
 
-def context_tokens(model: ModelSpec, config: ModelConfig) -> int:
-    """The longest sequence that will be run."""
-    asked = model.context_tokens
-    if asked is not None and asked > config.context_tokens:
-        raise DoesNotFit(f"context_tokens {asked} is more than the model's {config.context_tokens}")
-    return asked or config.context_tokens
+def context_tokens(model: ModelSpec, trained_tokens: int) -> int:
+    """The longest sequence that will be run, of a model made for trained_tokens. Raises DoesNotFit."""
+    requested = model.context_tokens
+    if requested is not None and requested > trained_tokens:
+        raise DoesNotFit(f"context_tokens {requested} is more than the model's {trained_tokens}")
+    return requested or trained_tokens
 
 
 def min_kv_blocks(model: ModelSpec, tokens: int) -> int:
@@ -93,3 +94,12 @@ def initial_extents(model: ModelSpec, pool: KVPool, tokens: int, room: int, free
 def min_extents(model: ModelSpec, pool: KVPool, tokens: int) -> int:
     """The extents that hold least_blocks, or all where the pool is smaller."""
     return min(-(-min_kv_blocks(model, tokens) // pool.extent_blocks), pool.extents)
+
+
+def paged_layout(model: ModelSpec, pool: KVPool, tokens: int) -> PagedLayout:
+    """The pool's blocks and extents, as its users see them."""
+    shape = pool.shape
+    return PagedLayout(
+        shape.layout, pool.blocks, shape.block_tokens, shape.block_bytes, pool.extent_blocks,
+        min_extents(model, pool, tokens),
+    )  # fmt: skip

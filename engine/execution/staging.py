@@ -9,12 +9,12 @@ from typing import Final, Self
 import numpy as np
 import torch
 
-from engine.execution.cpu_runner import pooling_output
 from engine.execution.gpu_sampler import LogprobTensors
 from engine.memory.streams import DeviceStream
-from engine.scheduling.validation import LOGPROBS_MAX
+from engine.protocol.types import LOGPROBS_MAX
 from engine.step.executor import RunnerOutput
 from engine.step.layout import HEADER_WORDS, StepBatch
+from engine.step.sampling import pooling_output
 
 _STEP_TOKENS: Final = 2048
 _PROMPT_STEP_TOKENS: Final = 8192

@@ -1,8 +1,8 @@
-"""Keeps a runner's device at work: plans, launches, waits for the oldest flight, commits. It knows no sockets.
+"""Keeps a model's device at work: plans, launches, waits for the oldest in-flight step, commits. It knows no sockets.
 
-With two flights in the air the host plans and packs a step while the device computes the one before it; the only thing
-that waits for the device is the landing of a flight. What a masked row may become depends on the token before it: such
-a flight gets its masks when the one before it has landed, while the device computes its layers.
+With two steps in flight the host plans and packs a step while the device computes the one before it; only landing a
+step waits for the device. What a masked row may become depends on the token before it: such a step gets its masks when
+the one before it has landed, while the device computes its layers.
 """
 
 import traceback
@@ -13,25 +13,18 @@ from typing import Protocol
 
 from engine.log import log
 from engine.memory.errors import OutOfDeviceMemory
-from engine.protocol.specs import ModelSpec
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.encoder_scheduler import EncoderScheduler
 from engine.scheduling.intake import Intake
 from engine.scheduling.kv_manager import KVManager
-from engine.scheduling.public_prefixes import InvalidPublicPrefix
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
+from engine.scheduling.sequence import GrammarMatcher, SequenceState
 from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan
-from engine.scheduling.token_budget import SchedulerConfig
-from engine.step.executor import InflightStep, RunnerOutput, SleepableExecutor, StepExecutor
-from engine.step.layout import Int32s
-from prefixcache.tree import PrefixTree
+from engine.step.executor import InflightStep, PagedMemory, RunnerOutput, StepExecutor
 
-MaskWriter = Callable[[list[GrammarMatcher | None]], Int32s]
+SampleMasked = Callable[[InflightStep, list[GrammarMatcher | None]], None]
+"""Gives a step the masks of its masked rows, from their matchers; None for a row that is not wanted any more."""
 
 
 class FailedLaunch:
-    """A flight that did not take off."""
+    """A step that was not launched."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -41,7 +34,7 @@ class FailedLaunch:
 
 
 class StepScheduler(Protocol):
-    """What the loop asks of a scheduler; those of Scheduler say what each means."""
+    """What the loop calls of a scheduler; the docstrings of Scheduler say what each means."""
 
     intake: Intake
 
@@ -58,106 +51,115 @@ class StepScheduler(Protocol):
 
 
 class StepLoop:
-    """`turn` after turn; between two of them sequences may come and go. `failures` is how many steps failed in a row,
-    those that found too little memory not counted."""
+    """Runs `turn` after turn; between two turns sequences may come and go.
 
-    def __init__(self, runner: StepExecutor, scheduler: StepScheduler, masks: MaskWriter | None = None) -> None:
-        """`masks` makes those of masked rows, whose sequences have matchers; without it there may be none."""
-        assert 1 <= runner.depth <= INFLIGHT_STEPS_MAX
+    failures    how many steps failed in a row, those that found too little memory not counted.
+    """
+
+    def __init__(
+        self, executor: StepExecutor, scheduler: StepScheduler, paged: PagedMemory | None = None,
+        sample_masked: SampleMasked | None = None,
+    ) -> None:  # fmt: skip
+        """`paged` is where the scheduler's blocks are; without `sample_masked` no row may be masked."""
+        assert 1 <= executor.limits.depth <= INFLIGHT_STEPS_MAX
         self.failures = 0
-        self._runner = runner
+        self._executor = executor
+        self._depth = executor.limits.depth
         self._scheduler = scheduler
         self._kv = scheduler.kv
-        self._masks = masks
-        self._flights: deque[tuple[StepPlan, InflightStep]] = deque()
-        self._unmasked: StepPlan | None = None  # the newest flight's, while it waits for its masks
+        self._paged = paged
+        self._sample_masked = sample_masked
+        self._inflight: deque[tuple[StepPlan, InflightStep]] = deque()
+        self._unmasked: StepPlan | None = None  # the newest step's, while it waits for its masks
 
     @property
     def idle(self) -> bool:
         """Whether a turn would do nothing."""
-        return self._scheduler.intake.idle and not self._flights
+        return self._scheduler.intake.idle and not self._inflight
 
     def turn(self) -> bool:
-        """Launches until as many flights are in the air as the runner takes, then lands the oldest of them.
+        """Launches until as many steps are in flight as the executor takes, then lands the oldest of them.
 
-        Where a launch fails all of them land: what comes next must not build on it. False when there was nothing to do.
+        Where a launch fails all of them land: what comes next must not build on it. Returns False when there was
+        nothing to do.
         """
-        while len(self._flights) < self._runner.depth and (plan := self._scheduler.next_batch()) is not None:
-            self.erase()
-            flight = self._launch(plan)
-            self._flights.append((plan, flight))
-            if isinstance(flight, FailedLaunch):
-                while self._flights:
+        while len(self._inflight) < self._depth and (plan := self._scheduler.next_batch()) is not None:
+            self.zero_freed()
+            step = self._launch(plan)
+            self._inflight.append((plan, step))
+            if isinstance(step, FailedLaunch):
+                while self._inflight:
                     self._land()
                 return True
             self._unmasked = plan if plan.masked_sequences else None
             self._give_masks()
-            if not self._flights:
+            if not self._inflight:
                 return True
-        if not self._flights:
+        if not self._inflight:
             return False
         self._land()
         self._give_masks()
         return True
 
     def sweep(self) -> bool:
-        """Gives back what is cached and found no more, and erases all that waits for it. To be called between turns,
-        and where there is nothing to turn for, again and again while it is True."""
+        """Frees cached blocks that can be found no more, and zeroes all freed secret blocks. To be called between
+        turns, and where there is nothing to turn for, again and again while it returns True."""
         more = self._kv is not None and self._kv.sweep()
-        self.erase()
+        self.zero_freed()
         return more
 
     def land_all(self) -> None:
-        """Lands what is in the air and launches nothing: all tokens are known then."""
-        while self._flights:
+        """Lands what is in flight and launches nothing: all tokens are known then."""
+        while self._inflight:
             self._land()
             self._give_masks()
 
-    def erase(self) -> None:
-        """Before the next launch: what erases is not seen by flights in the air, which read none of these blocks."""
+    def zero_freed(self) -> None:
+        """Zeroes blocks before the next launch may write them. No step in flight reads any of them."""
         if self._kv is not None and (blocks := self._kv.take_unerased()):
-            self._runner.erase(blocks)
+            assert self._paged is not None, "blocks without paged memory"
+            self._paged.zero(blocks)
 
     def _launch(self, plan: StepPlan) -> InflightStep:
         try:
-            return self._runner.launch(plan.packed)
+            return self._executor.launch(plan.packed)
         except Exception as error:
             return FailedLaunch(error)
 
     def _give_masks(self) -> None:
-        """To the only flight in the air, if it waits for them: all tokens before its own are known."""
-        if self._unmasked is None or len(self._flights) != 1:
+        """Gives the only step in flight its masks, if it waits for them: all tokens before its own are known."""
+        if self._unmasked is None or len(self._inflight) != 1:
             return
-        plan, flight = self._flights[0]
+        plan, step = self._inflight[0]
         assert plan is self._unmasked
-        assert self._masks is not None
+        assert self._sample_masked is not None
         self._unmasked = None
         ended = SequenceState.ENDED
         matchers = [None if sequence.state == ended else sequence.matcher for sequence in plan.masked_sequences]
         try:
-            self._runner.sample(flight, self._masks(matchers))
+            self._sample_masked(step, matchers)
         except Exception as error:
-            self._flights[0] = (plan, FailedLaunch(error))
+            self._inflight[0] = (plan, FailedLaunch(error))
             self._land()
 
     def _land(self) -> None:
-        plan, flight = self._flights.popleft()
+        plan, step = self._inflight.popleft()
         try:
-            sampled = flight.wait()
+            output = step.wait()
         except OutOfDeviceMemory as error:
             self._retry_smaller(plan, error)
         except Exception as error:
             self._fail(plan, error)
         else:
             self.failures = 0
-            self._scheduler.commit(plan, sampled)
+            self._scheduler.commit(plan, output)
 
     def _retry_smaller(self, plan: StepPlan, error: OutOfDeviceMemory) -> None:
-        """What was launched behind it computed with what it did not: that lands for nothing."""
-        for _, younger in self._flights:
+        """Takes back the step and those launched behind it, which computed with what it did not: they land unused."""
+        for _, younger in self._inflight:
             with suppress(Exception):
                 younger.wait()
-        self._flights.clear()
+        self._inflight.clear()
         self._unmasked = None
         rows_max = self._scheduler.retry_smaller(plan)
         log(
@@ -179,39 +181,3 @@ class StepLoop:
             where=where,
         )
         self._scheduler.fail(plan, "the model failed in this step; send the request again")
-
-
-def publish_prefixes(loop: StepLoop, scheduler: Scheduler, sequences: list[Sequence]) -> None:
-    """Computes prompts whose KV stays, for everybody to read; before anything else. Raises Unpublishable."""
-    for sequence in sequences:
-        scheduler.intake.add([sequence])
-        while loop.turn():
-            pass
-    scheduler.intake.outputs.take()
-    for number, sequence in enumerate(sequences):
-        if not scheduler.kv.publish(sequence):
-            raise InvalidPublicPrefix(f"public_prefixes[{number}] could not be computed by this model: change it")
-
-
-def open_scheduler(
-    runner: SleepableExecutor, model: ModelSpec, clock: Callable[[], float]
-) -> Scheduler | EncoderScheduler:
-    """A scheduler for all of a runner's blocks, or of texts where it has none, within what the runner and the model's
-    settings allow."""
-    config = SchedulerConfig(
-        step_tokens=runner.step_tokens,
-        prompt_step_tokens=runner.prompt_step_tokens,
-        max_sequences=runner.sequences,
-        max_waiting=model.waiting,
-        gap_ms=model.gap_ms,
-        costs=runner.costs,
-    )
-    if not runner.blocks:
-        return EncoderScheduler(config, clock)
-    pool = BlockPool(runner.blocks, runner.extent_blocks, runner.mapped, min_mapped_blocks(runner))
-    return Scheduler(KVManager(PrefixTree(runner.blocks, runner.block_tokens, clock), pool), config, clock)
-
-
-def min_mapped_blocks(runner: SleepableExecutor) -> int:
-    """How many blocks have memory whenever the runner is awake."""
-    return min(runner.sizes().extents_least * runner.extent_blocks, runner.blocks)

@@ -1,4 +1,4 @@
-"""Prepares what starts of a model take over: opens it as a replica would, and ends. It serves nobody.
+"""Prepares what starts of a model take over: opens it as a replica would, and ends. It serves no requests.
 
     python -m engine.execution.warmup '<ModelSpec JSON>' DEVICE [look]
 
@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from engine.execution.open import model_artifacts, open_model
+from engine.execution.open import inference_mode, model_artifacts, open_model
 from engine.log import log
 from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
@@ -24,29 +24,29 @@ _BEAT_S: Final = 1.0
 
 
 def warm_up(model: ModelSpec, device: str, opening: bool) -> WarmupReport:
-    """Raises as runner.open_model."""
+    """Opens the model, or only looks for what a start takes over. Raises as open_model."""
     began = time.monotonic()
-    kept = model_artifacts(model, device)
-    if kept is None:
+    artifacts = model_artifacts(model, device)
+    if artifacts is None:
         return WarmupReport(needed=False, found=False, seconds=0.0)
-    found = kept.read() is not None
+    found = artifacts.read() is not None
     if opening:
-        with closing(open_model(model, device, None, _beats())) as runner:
-            while runner.idle():
+        with closing(open_model(model, device, None, _beats())) as opened:
+            while opened.executor.warm_up():
                 pass
-        kept.spread()  # what another model of the same sizes has left is to lie beside this one, too
-    files = [str(file) for file in kept.files if file.exists()] if found or opening else []
+        artifacts.spread()  # what another model of the same sizes has left is to lie beside this one, too
+    files = [str(file) for file in artifacts.files if file.exists()] if found or opening else []
     return WarmupReport(needed=True, found=found, seconds=time.monotonic() - began, files=files)
 
 
 def _beats() -> Callable[[], None]:
-    """Says now and then that it goes on."""
-    told_at = time.monotonic()
+    """Returns a beat that logs now and then that the start goes on."""
+    logged_at = time.monotonic()
 
     def beat() -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _BEAT_S:
-            told_at = time.monotonic()
+        nonlocal logged_at
+        if time.monotonic() - logged_at >= _BEAT_S:
+            logged_at = time.monotonic()
             log("preparing")
 
     return beat
@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     model = msgspec.json.decode(argv[0], type=ModelSpec)
     try:
-        warmed = warm_up(model, argv[1], opening=argv[2:] != ["look"])
+        with inference_mode():
+            warmed = warm_up(model, argv[1], opening=argv[2:] != ["look"])
     except (ValueError, RuntimeError, OSError) as error:
         print(str(error) or type(error).__name__, file=sys.stderr)
         return 1

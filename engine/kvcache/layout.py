@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.config import ModelConfig
-
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -16,10 +14,6 @@ class KVShape:
     head_dim: int
     block_tokens: int
     dtype: torch.dtype
-
-    @classmethod
-    def of(cls, config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> "KVShape":
-        return cls(config.layers, config.kv_heads, config.head_dim, block_tokens, dtype)
 
     @property
     def slot_width(self) -> int:

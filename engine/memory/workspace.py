@@ -23,9 +23,13 @@ _FREE: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c
 
 
 class Workspace:
-    """On a CPU there is none: torch's allocator gives what is computed in, and keeps it."""
+    """On a CPU there is none: torch's allocator gives what is computed in, and keeps it.
+
+    graphs  how many CUDA graphs compute in it; those who capture and close them count.
+    """
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
+        self.graphs = 0
         self._device = device
         self._segments = _Segments(arena)
         if device.type == "cuda":
@@ -56,7 +60,7 @@ class Workspace:
             del got
 
     @property
-    def graphs(self) -> Any:
+    def graph_pool(self) -> Any:
         """The pool that graphs are captured into, as torch names it. While one is, the workspace is not entered."""
         return None if self._segments.pool is None else self._segments.pool.id
 

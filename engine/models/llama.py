@@ -8,9 +8,12 @@ T rows of the step, R rows whose logits are wanted, H hidden size, V vocabulary.
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.bf12.codec import Bf12Weight
+from engine.kvcache.layout import KVShape
+from engine.models.config import ModelConfig
 from engine.models.decoder_layer import DecoderLayer, DecoderParameters
 
 
@@ -67,3 +70,8 @@ class LlamaDecoder:
     def _behind_attention(self, step: ForwardStep, layer: DecoderLayer, attended_TW: Tensor) -> Tensor:
         added = layer.output(attended_TW)
         return layer.down(layer.gate_up.gated(step.add_norm(added, layer.mlp_norm)))
+
+
+def kv_shape(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> KVShape:
+    """What each slot of the model's KV cache holds."""
+    return KVShape(config.layers, config.kv_heads, config.head_dim, block_tokens, dtype)

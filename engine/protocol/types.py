@@ -1,6 +1,7 @@
 """Values inside frames: what a request asks of a replica, and how it ends; msgspec structs and enums alone."""
 
 import enum
+from typing import Final
 
 import msgspec
 
@@ -103,6 +104,9 @@ class SchedulingTerms(msgspec.Struct, frozen=True, array_like=True):
     keep_s: float | None = None
     erase: bool = False
     background: bool = False
+
+
+LOGPROBS_MAX: Final = 20  # alternatives that a row may ask for
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,6 @@
-"""Carries out a machine's Place between the turns of a replica's loop: sleeps, wakes, lets its KV grow and shrink.
+"""Carries out a SetPlacement between the turns of a replica's loop: sleeps, wakes, lets the KV cache grow and shrink.
 
-It knows neither sockets nor tensors, nor why it is to be where.
+It knows neither sockets nor tensors, nor why a model is to be where.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from engine.scheduling.block_pool import WakeExtents
 from engine.scheduling.encoder_scheduler import EncoderScheduler
 from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
-from engine.step.executor import SleepableExecutor
+from engine.step.executor import PagedMemory, Sleeper
 from engine.weights.checkpoint import CheckpointError
 
 EXTENTS_AT_ONCE: Final = 4  # mapped or unmapped between two steps: some 5 ms where there are 32 layers, of any size
@@ -26,213 +26,221 @@ _ARRIVAL_LOOK_S: Final = 0.001
 
 
 @dataclass(slots=True)
-class _PendingPlacement:
-    """A Place that is carried out: when it came, since when something moves for it, and how many bytes were copied."""
+class _Transition:
+    """A SetPlacement that is carried out: when it came, since when something moves for it, and the bytes copied."""
 
-    place: SetPlacement
-    came_s: float
-    moves_s: float | None = None
+    target: SetPlacement
+    ordered_s: float
+    began_s: float | None = None
     moved_bytes: int = 0
 
 
 class SleepController:
-    """`order` takes a Place, `step` after `step` carries it out; the newest one alone counts.
+    """`order` takes a SetPlacement, `step` after `step` carries it out; only the newest one counts.
 
     residency  where the replica is: on DEVICE, or in MEMORY, where nothing is launched and requests wait.
     """
 
     def __init__(
-        self, runner: SleepableExecutor, scheduler: Scheduler | EncoderScheduler, loop: StepLoop, kept_bytes: int,
-        clock: Callable[[], float],
+        self, sleeper: Sleeper, paged: PagedMemory | None, scheduler: Scheduler | EncoderScheduler, loop: StepLoop,
+        kept_bytes: int, clock: Callable[[], float],
     ) -> None:  # fmt: skip
-        """At most kept_bytes of host memory are for KV of system prompts while it sleeps."""
+        """At most kept_bytes of host memory are for KV of system prompts while the model sleeps."""
         self.residency = Residency.DEVICE
-        self._runner = runner
+        self._sleeper = sleeper
+        self._paged = paged
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._loop = loop
         self._kept_bytes = kept_bytes
         self._clock = clock
-        self._order: _PendingPlacement | None = None
-        self._arriving = False  # it woke, and not all of it is there yet
-        self._extents = len(runner.mapped)  # when it fell asleep
+        self._transition: _Transition | None = None
+        self._arriving = False  # the model woke, and not all of it is there yet
+        self._extents = len(self._mapped())  # when it fell asleep
 
-    def order(self, place: SetPlacement) -> None:
-        """From the next step on; a move that cannot be stopped ends before."""
-        self._order = _PendingPlacement(place, self._clock())
+    def order(self, target: SetPlacement) -> None:
+        """Replaces the order to be carried out from the next step on. A move that cannot be stopped ends before."""
+        self._transition = _Transition(target, self._clock())
         self._admit()
 
-    def obeyed(self, place: SetPlacement) -> bool:
-        """Whether there is nothing to do for it: it is there, no size is asked for, and nothing else was ordered."""
-        return self._order is None and place == SetPlacement(self.residency)
+    def obeyed(self, target: SetPlacement) -> bool:
+        """Whether nothing is left to do for an order: the replica is there, no size is asked for, no other order is
+        pending."""
+        return self._transition is None and target == SetPlacement(self.residency)
 
     def stay(self) -> None:
-        """Where it is, and obeys no order that was not carried out by now."""
-        self._order = None
+        """Cancels the order that is not carried out yet: the replica stays where it is."""
+        self._transition = None
         self._admit()
 
-    def pause_s(self, most_s: float) -> float:
-        """For how long nothing needs to be done about it, at most so long."""
+    def pause_s(self, max_s: float) -> float:
+        """For how long `step` has nothing to do, at most max_s."""
         if self._arriving:
-            return min(most_s, _ARRIVAL_LOOK_S)
-        return most_s if self._order is None else 0.0
+            return min(max_s, _ARRIVAL_LOOK_S)
+        return max_s if self._transition is None else 0.0
 
     @property
     def settled(self) -> bool:
-        """Whether it is on the device, and no move is under way."""
-        return self.residency == Residency.DEVICE and self._order is None and not self._arriving
+        """Whether the replica is on the device, and no move is under way."""
+        return self.residency == Residency.DEVICE and self._transition is None and not self._arriving
 
     def step(self, resting: bool) -> PlacementStatus | None:
-        """Does a bounded part of what was ordered; at its end, good or bad, what is to be told. `resting`: the loop's
-        last turn found nothing to do."""
+        """Does a bounded part of the order. Returns what to report at its end, good or bad. `resting`: the loop's last
+        turn found nothing to do."""
         if self._arriving:
-            if not self._runner.arrived():
+            if not self._sleeper.arrived():
                 return None
             self._arriving = False
-        order = self._order
-        if order is None:
+        transition = self._transition
+        if transition is None:
             return None
-        if order.place.residency == Residency.MEMORY:
-            return self._toward_memory(order, resting)
-        return self._wake(order) if self.residency == Residency.MEMORY else self._resize(order)
+        if transition.target.residency == Residency.MEMORY:
+            return self._toward_memory(transition, resting)
+        return self._wake(transition) if self.residency == Residency.MEMORY else self._resize(transition)
 
-    def placed(self) -> PlacementStatus:
-        """Where it is, and what it holds there."""
-        sizes = self._runner.sizes()
+    def status(self) -> PlacementStatus:
+        """Where the replica is, and what it holds there."""
+        usage = self._sleeper.usage()
         return PlacementStatus(
             self.residency,
-            device_bytes=sizes.device_bytes,
-            asleep_bytes=sizes.asleep_bytes,
-            min_bytes=sizes.least_bytes,
-            max_bytes=sizes.most_bytes,
-            memory_bytes=sizes.memory_bytes,
-            weights_bytes=sizes.weights_bytes,
-            kv_bytes=sizes.kv_bytes,
-            kept_bytes=sizes.kept_bytes,
-            standby_bytes=sizes.standby_bytes,
+            device_bytes=usage.device_bytes,
+            asleep_bytes=usage.asleep_bytes,
+            min_bytes=usage.min_bytes,
+            max_bytes=usage.max_bytes,
+            memory_bytes=usage.host_bytes,
+            weights_bytes=usage.weights_bytes,
+            kv_bytes=usage.kv_bytes,
+            kept_bytes=usage.host_kv_bytes,
+            standby_bytes=usage.standby_bytes,
         )
 
     # Inside
 
+    def _mapped(self) -> list[int]:
+        return [] if self._paged is None else self._paged.mapped
+
     def _admit(self) -> None:
-        """What waits may start, unless it sleeps or is to."""
-        leaving = self._order is not None and self._order.place.residency == Residency.MEMORY
+        """Lets what waits start, unless the replica sleeps or is to."""
+        leaving = self._transition is not None and self._transition.target.residency == Residency.MEMORY
         self._scheduler.intake.admitting = self.residency == Residency.DEVICE and not leaving
 
-    def _toward_memory(self, order: _PendingPlacement, resting: bool) -> PlacementStatus | None:
+    def _toward_memory(self, transition: _Transition, resting: bool) -> PlacementStatus | None:
         if self.residency == Residency.MEMORY:
-            return self._end(order)
+            return self._end(transition)
         try:
-            prepared_bytes = self._runner.prepare()  # turn by turn: a host that is slow to give memory takes seconds
+            prepared_bytes = self._sleeper.prepare()  # turn by turn: a host that is slow to give memory takes seconds
         except OutOfHostMemory as error:
-            return self._end(order, str(error))
+            return self._end(transition, str(error))
         if prepared_bytes:
-            self._begin(order)
-            order.moved_bytes += prepared_bytes
+            self._begin(transition)
+            transition.moved_bytes += prepared_bytes
             return None
-        if not resting and self._clock() < order.came_s + order.place.drain_ms / 1e3:
+        if not resting and self._clock() < transition.ordered_s + transition.target.drain_ms / 1e3:
             return None
-        self._begin(order)
+        self._begin(transition)
         self._loop.land_all()
         self._scheduler.preempt_all()
-        mapped = self._runner.mapped
-        kept = [] if self._kv is None else self._kv.sleep(self._kept_most())
-        self._loop.erase()
+        mapped = self._mapped()
+        keep = [] if self._kv is None else self._kv.sleep(self._max_kept_blocks())
+        self._loop.zero_freed()
         try:
-            order.moved_bytes += self._runner.sleep(kept)
+            transition.moved_bytes += self._sleeper.sleep(keep)
         except OutOfHostMemory as error:
-            self._finish_wake(WakeExtents(mapped, kept))  # all is still where it was
-            return self._end(order, str(error))
+            self._finish_wake(WakeExtents(mapped, keep))  # all is still where it was
+            return self._end(transition, str(error))
         self._extents = len(mapped)
         self.residency = Residency.MEMORY
-        return self._end(order)
+        return self._end(transition)
 
-    def _wake(self, order: _PendingPlacement) -> PlacementStatus | None:
-        self._begin(order)
-        self._loop.erase()
-        plan = WakeExtents([], []) if self._kv is None else self._kv.pool.plan_wake(self._wanted(order.place))
+    def _wake(self, transition: _Transition) -> PlacementStatus | None:
+        self._begin(transition)
+        self._loop.zero_freed()
+        extents = self._wanted_extents(transition.target)
+        plan = WakeExtents([], []) if self._kv is None else self._kv.pool.plan_wake(extents)
         try:
-            order.moved_bytes += self._runner.wake(plan.extents, plan.restore)
+            transition.moved_bytes += self._sleeper.wake(plan.extents, plan.restore)
         except (OutOfDeviceMemory, CheckpointError) as error:
-            return self._end(order, str(error))
+            return self._end(transition, str(error))
         self._finish_wake(plan)
         self.residency = Residency.DEVICE
         self._arriving = True
         self._admit()
         return None
 
-    def _resize(self, order: _PendingPlacement) -> PlacementStatus | None:
-        """Some extents more or fewer; the end where it has as many as it may, or no more can be had or spared."""
-        wanted, mapped = self._wanted(order.place), len(self._runner.mapped)
-        if wanted == mapped or self._kv is None:
-            return self._end(order)
-        self._begin(order)
+    def _resize(self, transition: _Transition) -> PlacementStatus | None:
+        """Maps or unmaps some extents. The end comes where the model has as many as it may, or no more can be had or
+        spared."""
+        paged, kv = self._paged, self._kv
+        if paged is None or kv is None:
+            return self._end(transition)
+        wanted, mapped = self._wanted_extents(transition.target), len(paged.mapped)
+        if wanted == mapped:
+            return self._end(transition)
+        self._begin(transition)
         if wanted > mapped:
-            extents = self._kv.pool.extents_to_grow(min(wanted - mapped, EXTENTS_AT_ONCE))
+            extents = kv.pool.extents_to_grow(min(wanted - mapped, EXTENTS_AT_ONCE))
             try:
-                self._runner.map(extents)
+                paged.map(extents)
             except OutOfDeviceMemory as error:
-                return self._end(order, str(error))
-            self._kv.grow(extents)
+                return self._end(transition, str(error))
+            kv.grow(extents)
             return None
-        shrunk = self._shrink(order, self._kv, min(mapped - wanted, EXTENTS_AT_ONCE))
-        return None if shrunk else self._end(order)
+        shrunk = self._shrink(paged, kv, transition, min(mapped - wanted, EXTENTS_AT_ONCE))
+        return None if shrunk else self._end(transition)
 
-    def _shrink(self, order: _PendingPlacement, kv: KVManager, count: int) -> bool:
-        """False where none can be spared."""
+    def _shrink(self, paged: PagedMemory, kv: KVManager, transition: _Transition, count: int) -> bool:
+        """Returns False where no extent can be spared."""
         self._loop.land_all()
         plan = kv.shrink(count)
-        self._loop.erase()
+        self._loop.zero_freed()
         if plan.sources:
-            self._runner.copy(plan.sources, plan.targets)
-            self._runner.erase(plan.secret)
-            order.moved_bytes += len(plan.sources) * self._block_bytes()
+            paged.copy(plan.sources, plan.targets)
+            paged.zero(plan.secret)
+            transition.moved_bytes += len(plan.sources) * paged.layout.block_bytes
         if plan.extents:
-            self._runner.unmap(plan.extents)
+            paged.unmap(plan.extents)
         return bool(plan.extents)
 
     def _finish_wake(self, plan: WakeExtents) -> None:
         if self._kv is not None:
             self._kv.finish_wake(plan)
 
-    def _wanted(self, place: SetPlacement) -> int:
-        """How many extents fit into what it may hold, never fewer than it needs to serve at all."""
-        total = -(-self._runner.blocks // self._runner.extent_blocks)
-        if place.device_bytes is None or not total:
-            return len(self._runner.mapped) if self.residency == Residency.DEVICE else self._extents
-        sizes = self._runner.sizes()
-        more = max(0, place.device_bytes - sizes.least_bytes) // sizes.extent_bytes
-        return min(sizes.extents_least + more, total)
+    def _wanted_extents(self, target: SetPlacement) -> int:
+        """How many extents fit into what the model may hold, never fewer than it needs to serve at all."""
+        if target.device_bytes is None or self._paged is None:
+            return len(self._mapped()) if self.residency == Residency.DEVICE else self._extents
+        layout = self._paged.layout
+        more = max(0, target.device_bytes - self._sleeper.usage().min_bytes) // layout.extent_bytes
+        return min(layout.min_extents + more, layout.extents)
 
-    def _kept_most(self) -> int:
-        """No more than fits what it has at the least: more would not fit what it may hold when it wakes."""
-        if not self._runner.blocks:
+    def _max_kept_blocks(self) -> int:
+        """How many blocks may be kept: no more than fit the extents that the model has at least when it wakes."""
+        if self._paged is None:
             return 0
-        least = self._runner.sizes().extents_least * self._runner.extent_blocks
-        return min(self._kept_bytes // self._block_bytes(), least)
+        layout = self._paged.layout
+        return min(self._kept_bytes // layout.block_bytes, layout.min_extents * layout.extent_blocks)
 
-    def _block_bytes(self) -> int:
-        return self._runner.sizes().extent_bytes // self._runner.extent_blocks
+    def _begin(self, transition: _Transition) -> None:
+        """Notes that something moves from now on."""
+        if transition.began_s is None:
+            transition.began_s = self._clock()
 
-    def _begin(self, order: _PendingPlacement) -> None:
-        """From now on something moves."""
-        if order.moves_s is None:
-            order.moves_s = self._clock()
-
-    def _end(self, order: _PendingPlacement, problem: str = "") -> PlacementStatus:
-        """The order is carried out, or cannot be."""
-        self._order = None
+    def _end(self, transition: _Transition, problem: str = "") -> PlacementStatus:
+        """The order is carried out, or cannot be. Returns what to report."""
+        self._transition = None
         self._admit()
-        now, told = self._clock(), self.placed()
-        if order.moves_s is not None:
-            seconds, moved = now - order.moves_s, {"problem": problem} if problem else {}
+        now, status = self._clock(), self.status()
+        if transition.began_s is not None:
+            seconds, failure = now - transition.began_s, {"problem": problem} if problem else {}
             log(
                 "move_failed" if problem else "moved",
-                to=order.place.residency.name,
-                device_bytes=told.device_bytes,
-                bytes=order.moved_bytes,
+                to=transition.target.residency.name,
+                device_bytes=status.device_bytes,
+                bytes=transition.moved_bytes,
                 seconds=round(seconds, 4),
-                gb_s=round(order.moved_bytes / max(seconds, 1e-9) / 1e9, 2),
-                **moved,
+                gb_s=round(transition.moved_bytes / max(seconds, 1e-9) / 1e9, 2),
+                **failure,
             )
-        return msgspec.structs.replace(told, moved_bytes=order.moved_bytes, seconds=now - order.came_s, problem=problem)
+        return msgspec.structs.replace(
+            status, moved_bytes=transition.moved_bytes, seconds=now - transition.ordered_s, problem=problem
+        )

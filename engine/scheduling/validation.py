@@ -9,14 +9,21 @@ import msgspec
 import numpy as np
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import Pooling, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
+from engine.protocol.types import (
+    LOGPROBS_MAX,
+    Pooling,
+    RejectReason,
+    SamplingParams,
+    SchedulingTerms,
+    Scope,
+    ScopeKind,
+)
 from engine.scheduling.sequence import Sequence
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 
 CHOICES_MAX: Final = 128
 STOP_IDS_MAX: Final = 64
 BIASES_MAX: Final = 300
-LOGPROBS_MAX: Final = 20
 SCOPE_BYTES: Final = 16
 WEIGHT_RANGE: Final = (0.001, 1000.0)
 UNLIMITED_SHARE: Final = CacheShare()

@@ -102,6 +102,28 @@ class PrefixSegment(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorLimits:
+    """What an executor can run.
+
+    context_tokens      positions lie below it.
+    vocabulary          tokens lie below it.
+    blocks              tables name blocks below it; 0 without a KV cache.
+    step_tokens         the most rows of a step in which some sequence decodes,
+    prompt_step_tokens  and of one in which none does.
+    sequences           how many may run at once.
+    depth               steps that may be in flight at once: 1, or 2 where launching does not wait for the step.
+    """
+
+    context_tokens: int
+    vocabulary: int
+    blocks: int
+    step_tokens: int
+    prompt_step_tokens: int
+    sequences: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """Views into the packed array; nothing is copied. The letters are those of the module's drawing."""
 
@@ -318,3 +340,10 @@ def unpack_step(packed: Int32s) -> StepBatch:
         segments_G4=parts[14].reshape(-1, 4),
         members_M=parts[15],
     )
+
+
+def check_step(batch: StepBatch, limits: ExecutorLimits) -> None:
+    """Asserts that a step names no position, token or block that its executor has not. Costs some 10 µs."""
+    assert batch.positions_T.max() < limits.context_tokens, "a position past the context"
+    assert batch.tokens_T.max() < limits.vocabulary, "a token past the vocabulary"
+    assert 0 <= batch.tables_SW.min() <= batch.tables_SW.max() < limits.blocks, "a block past the pool"

@@ -39,8 +39,8 @@ def sample_batch(logits_RV: Tensor, batch: StepBatch, masks_MW: Int32s | None = 
     masked rows needs their masks."""
     assert logits_RV.dtype == torch.float32
     logits = logits_RV.numpy()
-    asked = np.flatnonzero(batch.logprobs_R >= 0).tolist()
-    raw = {row: logits[row].copy() for row in asked}
+    reported = np.flatnonzero(batch.logprobs_R >= 0).tolist()
+    raw = {row: logits[row].copy() for row in reported}
     touched = (np.diff(batch.bias_starts_R1) > 0) | (np.diff(batch.history_starts_R1) > 0)
     for row in np.flatnonzero(touched).tolist():
         _add_biases(logits[row], batch, row)
@@ -51,7 +51,15 @@ def sample_batch(logits_RV: Tensor, batch: StepBatch, masks_MW: Int32s | None = 
     for row in np.flatnonzero(batch.temperature_R > 0).tolist():
         tokens_R[row] = _draw(logits[row], batch, row)
     alternatives = batch.logprobs_R
-    return RunnerOutput(tokens_R, {row: _report(raw[row], int(tokens_R[row]), int(alternatives[row])) for row in asked})
+    return RunnerOutput(
+        tokens_R, {row: _report(raw[row], int(tokens_R[row]), int(alternatives[row])) for row in reported}
+    )
+
+
+def pooling_output(vectors_RH: Tensor) -> RunnerOutput:
+    """The output of a step in a model that gives vectors."""
+    vectors = vectors_RH.numpy()
+    return RunnerOutput(np.where(np.isfinite(vectors).all(1), 0, -1).astype(np.int32), {}, vectors)
 
 
 def _add_biases(logits_V: Floats, batch: StepBatch, row: int) -> None:

@@ -17,10 +17,11 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from engine.execution.encoder_runner import EncoderRunner
+from engine.execution.open import open_model
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack_texts
+from engine.step.executor import LoadedModel
 
 VOCABULARY = 160
 POSITIONS = 300
@@ -71,17 +72,15 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
-def open_encoder(folder: Path, **changes: Any) -> EncoderRunner:
+def open_encoder(folder: Path, **changes: Any) -> LoadedModel:
     spec = ModelSpec(**({"name": "small", "folder": str(folder)} | changes))
-    return EncoderRunner.open(spec, "cpu", 1, lambda: None)
+    return open_model(spec, "cpu", 1, lambda: None)
 
 
-def vectors(
-    runner: EncoderRunner, texts: Sequence[Sequence[int]], pooling: Pooling | Sequence[Pooling]
-) -> NDArray[Any]:
+def vectors(runner: LoadedModel, texts: Sequence[Sequence[int]], pooling: Pooling | Sequence[Pooling]) -> NDArray[Any]:
     """All of them in one step."""
     poolings = [pooling] * len(texts) if isinstance(pooling, Pooling) else pooling
-    found = runner.launch(pack_texts(texts, poolings)).wait().vectors_RH
+    found = runner.executor.launch(pack_texts(texts, poolings)).wait().vectors_RH
     assert found is not None
     return found
 

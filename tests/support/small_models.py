@@ -17,9 +17,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.execution.open import DecoderRunner
+from engine.execution.open import open_model
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
+from engine.step.executor import LoadedModel
 from engine.step.layout import SequenceSlice, pack_step, unpack_step
 
 BLOCK_TOKENS = 16
@@ -87,8 +88,9 @@ def spec(folder: Path, **changes: Any) -> ModelSpec:
     return ModelSpec(**({"name": "small", "folder": str(folder), "dtype": "float32", "kv_bytes": 8 << 20} | changes))
 
 
-def open_small(folder: Path, **changes: Any) -> DecoderRunner:
-    return DecoderRunner.open(spec(folder, **changes), "cpu", 1, lambda: None)
+def open_small(folder: Path, **changes: Any) -> LoadedModel:
+    """To be used within the fixture `inference`."""
+    return open_model(spec(folder, **changes), "cpu", 1, lambda: None)
 
 
 @dataclass
@@ -104,27 +106,25 @@ class Text:
         return SequenceSlice(self.ids[first : self.computed], first, self.blocks, sampling)
 
 
-def logits(runner: DecoderRunner, slices: Iterable[SequenceSlice]) -> Tensor:
-    """What the runner's model says for the slices that have a sampling."""
+def logits(model: LoadedModel, slices: Iterable[SequenceSlice]) -> Tensor:
+    """What the model says for the slices that have a sampling."""
     batch = unpack_step(pack_step(list(slices), BLOCK_TOKENS))
-    with torch.inference_mode():
-        return runner.place.logits(batch).clone()
+    return model.executor.logits(batch).clone()
 
 
-def shuffled_tables(runner: DecoderRunner, lengths: list[int], seed: int) -> list[list[int]]:
+def shuffled_tables(model: LoadedModel, lengths: list[int], seed: int) -> list[list[int]]:
     """Disjoint block tables for sequences of these lengths, in no order, from all over the pool."""
-    rng = np.random.default_rng(seed)
-    blocks = rng.permutation(runner.blocks).tolist()
+    layout = model.paged.layout
+    blocks = np.random.default_rng(seed).permutation(layout.blocks).tolist()
     tables = []
     for length in lengths:
-        needed = -(-length // runner.block_tokens)
+        needed = -(-length // layout.block_tokens)
         tables.append(blocks[:needed])
         del blocks[:needed]
     return tables
 
 
-@torch.inference_mode()
-def poison(runner: DecoderRunner) -> None:
-    """NaN in every slot that tables can name: whatever is read before it is written shows."""
-    for rows in runner.place.pool.layers:
-        rows[: runner.blocks * runner.block_tokens] = float("nan")
+def poison(model: LoadedModel) -> None:
+    """Writes NaN into every slot that tables can name: whatever is read before it is written shows."""
+    for rows in model.paged.pool.layers:
+        rows[: model.paged.layout.blocks * model.paged.layout.block_tokens] = float("nan")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.log import log
+from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ReplicaSpec
-from engine.protocol.types import Pooling, SamplingParams
-from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
-from engine.step.layout import Int32s, StepBatch, unpack_step
+from engine.protocol.types import SamplingParams
+from engine.step.executor import InflightStep, LoadedModel, MemoryUsage, PagedLayout, RunnerOutput
+from engine.step.layout import ExecutorLimits, Int32s, StepBatch, check_step, unpack_step
 
 PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read
@@ -71,8 +73,8 @@ class StampFlight:
 
 
 class Stamps:
-    """A runner (engine.replica.server.ModelRunner). Set `claims` before a launch, one per slice, to have ownership
-    checked too.
+    """A model without a device, in all of its parts: executor, sampler, paged memory and sleeper. Set `claims` before a
+    launch, one per slice, to have ownership checked too.
 
     Blocks have memory by extents, and asleep none has any: what is read, written, copied or kept without it is found
     out, and so is a secret that loses its memory before it is erased, or is kept.
@@ -82,13 +84,7 @@ class Stamps:
     """
 
     revision = "stamp-1"
-    kv_layout = "stamps"
-    weights_bytes = 0
-    depth = 1
     costs = None
-    poolings: frozenset[Pooling] = frozenset()
-    step_tokens = prompt_step_tokens = 512
-    sequences = 64
 
     def __init__(
         self,
@@ -99,13 +95,19 @@ class Stamps:
         stop_ids: Items[int] = (),
         extent_blocks: int | None = None,
         mapped: Items[int] | None = None,
+        depth: int = 1,
+        sequences: int = 64,
     ) -> None:
         """None: there is one extent; all of them are mapped."""
         self.blocks = blocks
         self.extent_blocks = extent_blocks or blocks
         self.extents = -(-blocks // self.extent_blocks)
         self.block_tokens = block_tokens
-        self.context_tokens = context_tokens
+        self.limits = ExecutorLimits(context_tokens, vocabulary, blocks, 512, 512, sequences, depth)
+        min_extents = min(-(-context_tokens // block_tokens // self.extent_blocks), self.extents)
+        self.layout = PagedLayout(
+            "stamps", blocks, block_tokens, block_tokens * _SLOT_BYTES, self.extent_blocks, min_extents
+        )
         self.vocabulary = vocabulary
         self.stop_ids = list(stop_ids)
         self.kv_bytes = blocks * block_tokens * _SLOT_BYTES
@@ -120,16 +122,27 @@ class Stamps:
             *(self.scope_K, self.sequence_K, self.position_K, self.token_K),
             *(self.finite_K, self.secret_K),
         )
-        self.erased = 0
+        self.zeroed = 0
         self.there_E = np.zeros(self.extents, np.bool_)
         self.there_E[list(range(self.extents) if mapped is None else mapped)] = True
         self.kept: tuple[list[int], list[NDArray[np.generic]]] | None = None  # asleep: blocks and their stamps
 
-    def idle(self) -> bool:
+    def loaded(self) -> LoadedModel:
+        resources = ExitStack()
+        resources.callback(self.close)
+        report = MemoryReport(
+            model="stamps", pid=0, device="none", device_bytes=0, weights_bytes=0, kv_blocks=self.blocks,
+            kv_block_tokens=self.block_tokens, kv_bytes=self.kv_bytes, free_bytes=0,
+        )  # fmt: skip
+        stops = frozenset(self.stop_ids)
+        return LoadedModel(self.revision, stops, frozenset(), self, self, self, self, report, resources)
+
+    def warm_up(self) -> bool:
         return False
 
     def launch(self, packed: Int32s) -> StampFlight:
         batch = unpack_step(packed.copy())
+        check_step(batch, self.limits)
         for tokens in (batch.tokens_T, batch.history_H):
             unknown = tokens < 0
             tokens[unknown] = self.sampled_R[-1 - tokens[unknown]]
@@ -150,14 +163,14 @@ class Stamps:
         self.sampled_R = sampled.tokens_R
         return StampFlight(sampled, None)
 
-    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
-        assert isinstance(flight, StampFlight)
-        assert flight.lacking is not None, "masks for nobody, or for the second time"
-        flight.sampled, flight.lacking = self._sample(*flight.lacking, masks_MW), None
-        self.sampled_R = flight.sampled.tokens_R
+    def sample(self, step: InflightStep, masks_MW: Int32s) -> None:
+        assert isinstance(step, StampFlight)
+        assert step.lacking is not None, "masks for nobody, or for the second time"
+        step.sampled, step.lacking = self._sample(*step.lacking, masks_MW), None
+        self.sampled_R = step.sampled.tokens_R
 
-    def erase(self, blocks: Items[int]) -> None:
-        self.erased += len(blocks)
+    def zero(self, blocks: Items[int]) -> None:
+        self.zeroed += len(blocks)
         if self.kept is not None:
             kept, stamps = self.kept
             places = self._slots([kept.index(block) for block in blocks])
@@ -194,23 +207,21 @@ class Stamps:
     def prepare(self) -> int:
         return 0
 
-    def sleep(self, kept: Items[int]) -> int:
-        """As Served."""
+    def sleep(self, keep: Items[int]) -> int:
         assert self.kept is None, "asleep already"
-        slots = self._slots_there(kept)
+        slots = self._slots_there(keep)
         assert not self.secret_K.any(), "a secret is kept, or given away with its memory"
-        self.kept = list(kept), [stamps_K[slots] for stamps_K in self.stamps]
+        self.kept = list(keep), [stamps_K[slots] for stamps_K in self.stamps]
         self.there_E[:] = False
-        return len(kept) * self.block_tokens * _SLOT_BYTES
+        return len(keep) * self.block_tokens * _SLOT_BYTES
 
-    def wake(self, extents: Items[int], restored: Items[int]) -> int:
-        """As Served."""
+    def wake(self, extents: Items[int], restore: Items[int]) -> int:
         assert self.kept is not None, "awake"
         kept, stamps = self.kept
-        assert len(set(restored)) == len(restored) == len(kept)
+        assert len(set(restore)) == len(restore) == len(kept)
         self._give(extents)
         self.kept = None
-        slots = self._slots_there(restored)
+        slots = self._slots_there(restore)
         for stamps_K, kept_K in zip(self.stamps, stamps, strict=True):
             stamps_K[slots] = kept_K
         return len(kept) * self.block_tokens * _SLOT_BYTES
@@ -221,24 +232,20 @@ class Stamps:
     def close(self) -> None:
         """There is nothing to give back."""
 
-    def sizes(self) -> MemoryUsage:
-        extent_bytes = self.extent_blocks * self.block_tokens * _SLOT_BYTES
-        context_blocks = -(-self.context_tokens // self.block_tokens)
-        least = min(-(-context_blocks // self.extent_blocks), self.extents)
+    def usage(self) -> MemoryUsage:
+        extent_bytes, min_extents = self.layout.extent_bytes, self.layout.min_extents
         kv_bytes = int(self.there_E.sum()) * extent_bytes
         kept_bytes = len(self.kept[0]) * self.block_tokens * _SLOT_BYTES if self.kept is not None else 0
         return MemoryUsage(
             device_bytes=kv_bytes,
             asleep_bytes=0,
-            least_bytes=least * extent_bytes,
-            most_bytes=self.extents * extent_bytes,
-            memory_bytes=kept_bytes,
+            min_bytes=min_extents * extent_bytes,
+            max_bytes=self.extents * extent_bytes,
+            host_bytes=kept_bytes,
             weights_bytes=0,
             kv_bytes=kv_bytes,
-            kept_bytes=kept_bytes,
-            standby_bytes=least * extent_bytes,
-            extent_bytes=extent_bytes,
-            extents_least=least,
+            host_kv_bytes=kept_bytes,
+            standby_bytes=min_extents * extent_bytes,
         )
 
     def _give(self, extents: Items[int]) -> None:
@@ -465,16 +472,14 @@ class TemperedStamps(Stamps):
         model = spec.model
         super().__init__(
             temper.blocks, model.block_tokens, temper.context_tokens, temper.vocabulary, temper.stop_ids,
-            temper.extent_blocks,
+            temper.extent_blocks, None, temper.depth, model.sequences or 64,
         )  # fmt: skip
-        self.depth = temper.depth
-        self.sequences = model.sequences or self.sequences
         self._temper = temper
         self._beat = beat
         self._step = 0
         self._prepared = 0
 
-    def idle(self) -> bool:
+    def warm_up(self) -> bool:
         self._prepared += 1
         if self._prepared == self._temper.preparations:
             log("prepared", times=self._prepared, steps=self._step)
@@ -495,15 +500,14 @@ class TemperedStamps(Stamps):
 
 def main(argv: list[str]) -> int:
     from engine.replica import server
+    from engine.replica.replica import ReplicaLimits
 
     temper = msgspec.json.decode(argv[1], type=Temper) if len(argv) > 1 else Temper()
 
-    def open_stamps(spec: ReplicaSpec, beat: Callable[[], None]) -> TemperedStamps:
-        return TemperedStamps(temper, spec, beat)
+    def open_stamps(spec: ReplicaSpec, beat: Callable[[], None]) -> LoadedModel:
+        return TemperedStamps(temper, spec, beat).loaded()
 
-    bounds = server.ReplicaLimits(
-        drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections
-    )
+    bounds = ReplicaLimits(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
     return server.run(server.parse_spec(argv[0]), open_stamps, bounds)
 
 

@@ -11,6 +11,8 @@ from engine.bench.session import BenchEngine, BenchSession
 from engine.bench.shapes import SHAPES, nano_vllm_requests
 from engine.protocol.specs import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 TINY = ["--model", "tiny", "--small", "--device", "cpu"]
 FIELDS = {"shape", "value", "unit", "bound", "peer", "hardware", "commit", "command"}
 
@@ -71,10 +73,10 @@ def test_steps_are_counted_as_every_sequence_gets_a_token_in_each(tmp_path: Path
     with BenchSession(engine) as session:
         streams = [session.submit([1, 2, 3 + index], 40) for index in range(4)]
         session.run_until_all_stream()
-        before = [len(stream.told_s) for stream in streams]
+        before = [len(stream.token_s) for stream in streams]
         assert session.steps_ms(5) > 0
-        assert [len(stream.told_s) - count for stream, count in zip(streams, before, strict=True)] == [6] * 4
-    assert engine.runner.blocks > 0
+        assert [len(stream.token_s) - count for stream, count in zip(streams, before, strict=True)] == [6] * 4
+    assert engine.model.paged.layout.blocks > 0
 
 
 def test_sessions_do_not_see_each_others_cache(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_sessions_do_not_see_each_others_cache(tmp_path: Path) -> None:
         with BenchSession(engine) as session:
             stream = session.submit(list(range(100)), 3, scope=1)
             session.run()
-            assert len(stream.told_s) == 3
+            assert len(stream.token_s) == 3
 
 
 def test_a_profile_is_a_table_and_a_trace_for_each_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,24 +11,25 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from engine import kernels
-from engine.execution import gpu_runner
-from engine.execution.open import DecoderRunner, model_artifacts
+from engine.execution import gpu_trial
+from engine.execution.open import model_artifacts
 from engine.kernels.compile_cache import name_kernels
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
+from engine.step.executor import LoadedModel
 from engine.step.layout import pack_step
 from tests.support.small_models import BLOCK_TOKENS, Text, reference_model, saved, shuffled_tables, spec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference")]
 SIZES = {"sequences": 64, "context_tokens": 1024, "dtype": "bfloat16", "kv_bytes": 64 << 20}
 
 
 @pytest.fixture
-def opened(open_on_gpu: Callable[[ModelSpec], Any]) -> Callable[[Path], DecoderRunner]:
+def opened(open_on_gpu: Callable[[ModelSpec], Any]) -> Callable[[Path], LoadedModel]:
     return lambda folder: open_on_gpu(spec(folder, **SIZES))
 
 
-def answers(runner: DecoderRunner) -> list[list[int]]:
+def answers(runner: LoadedModel) -> list[list[int]]:
     """Greedy tokens of prompts and of steps that decode, of one sequence and of many."""
     found = []
     for count in (1, 3, 40):
@@ -39,7 +40,7 @@ def answers(runner: DecoderRunner) -> list[list[int]]:
         ]
         for tokens in (100, 1, 1):
             slices = [text.slice(tokens, SamplingParams()) for text in texts]
-            found.append(runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist())
+            found.append(runner.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist())
     return found
 
 
@@ -56,27 +57,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_later_start_measures_nothing_and_answers_the_same(
-    folder: Path, opened: Callable[[Path], DecoderRunner], monkeypatch: pytest.MonkeyPatch
+    folder: Path, opened: Callable[[Path], LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened(folder)
     assert any((folder / ".hearth" / "kernels").iterdir())
-    said, workspace_bytes = answers(first), first.memory.workspace_bytes
-    monkeypatch.setattr(gpu_runner.GpuRunner, "compile", lambda *_: pytest.fail("it tries all sizes"))
-    monkeypatch.setattr(gpu_runner, "measure", lambda *_: pytest.fail("it measures"))
+    said, workspace_bytes = answers(first), first.report.workspace_bytes
+    monkeypatch.setattr(gpu_trial.TrialSteps, "compile", lambda *_: pytest.fail("it tries all sizes"))
+    monkeypatch.setattr(gpu_trial, "profile_costs", lambda *_: pytest.fail("it measures"))
     second = opened(folder)
-    assert second.costs == first.costs
-    assert second.memory.kv_blocks == first.memory.kv_blocks
-    assert second.memory.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
+    assert second.executor.costs == first.executor.costs
+    assert second.report.kv_blocks == first.report.kv_blocks
+    assert second.report.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
     assert answers(second) == said
-    while second.idle():
+    while second.executor.warm_up():
         pass
     assert answers(second) == said
-    assert second.memory.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
+    assert second.report.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
 
 
-def test_a_start_without_what_was_measured_measures_again(
-    folder: Path, opened: Callable[[Path], DecoderRunner]
-) -> None:
+def test_a_start_without_what_was_measured_measures_again(folder: Path, opened: Callable[[Path], LoadedModel]) -> None:
     opened(folder)
     kept = model_artifacts(spec(folder, **SIZES), "cuda")
     assert kept is not None

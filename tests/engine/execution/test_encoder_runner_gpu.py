@@ -1,4 +1,4 @@
-"""The GPU's path against the CPU's, which test_model.py holds against the reference library."""
+"""The GPU's path against the CPU's, which tests/engine/models/test_bert.py holds against the reference library."""
 
 import random
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.execution.encoder_runner import EncoderRunner
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.encoder_layout import pack_texts
+from engine.step.executor import LoadedModel
 from tests.support.small_encoders import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference")]
 _LENGTHS = (1, 2, 7, 15, 16, 17, 31, 64, 127, 128, 129, 250)
 
 
@@ -23,7 +23,7 @@ def _texts() -> list[list[int]]:
     return [[pick.randrange(4, VOCABULARY) for _ in range(length)] for length in _LENGTHS]
 
 
-OnGpu = Callable[..., EncoderRunner]
+OnGpu = Callable[..., LoadedModel]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_company_changes_a_vector_by_rounding_alone(on_gpu: OnGpu, tmp_path: Pat
 def test_two_steps_may_be_in_the_air(on_gpu: OnGpu, tmp_path: Path) -> None:
     runner = on_gpu(saved(seeded(FAMILIES["bert"]), tmp_path))
     texts = _texts()
-    flights = [runner.launch(pack_texts([text], [Pooling.MEAN])) for text in texts[:2]]
+    flights = [runner.executor.launch(pack_texts([text], [Pooling.MEAN])) for text in texts[:2]]
     for flight, text in zip(flights, texts, strict=False):
         landed = flight.wait().vectors_RH
         assert landed is not None

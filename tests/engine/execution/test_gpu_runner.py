@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.bf12.metadata import CompressionLevel
-from engine.execution.gpu_runner import GpuRunner, _open_memory
-from engine.execution.open import DecoderRunner
+from engine.execution.gpu_memory import gpu_memory_of
+from engine.execution.gpu_runner import GpuRunner
+from engine.execution.open import open_model
 from engine.execution.staging import StepLimits
-from engine.kvcache.layout import KVShape
 from engine.kvcache.tensors import KVPool
 from engine.layers.linear_bf12 import Bf12Linear
 from engine.layers.linear_gpu import GpuLinear
@@ -37,8 +37,11 @@ from engine.memory.pinned import PIECE_BYTES
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
 from engine.models.config import read_decoder_config
+from engine.models.llama import kv_shape
+from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
-from engine.protocol.types import SamplingParams
+from engine.protocol.types import Pooling, SamplingParams
+from engine.step.executor import LoadedModel
 from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
 from engine.step.sampling import sample_batch
 from engine.weights import assembly
@@ -56,6 +59,8 @@ from tests.support.small_models import (
     spec,
 )
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 GREEDY = SamplingParams()
 CONTEXT_TOKENS = 256
 BLOCKS = 64
@@ -63,9 +68,8 @@ CPU = torch.device("cpu")
 INTERPRETED = ("llama biases", "mistral window", "qwen3 biases window")
 
 
-@torch.inference_mode()
-def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **changes: Any) -> GpuRunner:
-    """A device whose kernels run in the interpreter. Every slot is NaN until it is written. `coded` are then all of its
+def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **changes: Any) -> LoadedModel:
+    """A model whose kernels run in the interpreter. Every slot is NaN until it is written. `coded` are then all of its
     matrices."""
     model = spec(folder, **changes)
     config = read_decoder_config(folder, vectors=model.vectors)
@@ -74,17 +78,26 @@ def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **chang
         on_gpu = WeightSource.open(folder, config, torch.bfloat16, torch.device("cuda"), random=False)
         weight_source = replace(weight_source, formats=on_gpu.formats)
     weights = WeightBuffer(Arena.of(CPU), weight_source.shapes)
-    with patch.object(assembly, "_stored", Bf12Linear if coded else GpuLinear):
+    with patch.object(assembly, "_linear_of", Bf12Linear if coded else GpuLinear):
         parameters = weight_source.load(lambda: None, dict(weights.tensors))
     most = StepLimits.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
-    pool = KVPool(KVShape.of(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
+    pool = KVPool(kv_shape(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
     poison(pool)
     stream = DeviceStream(CPU)
-    held = _open_memory(model, config, weight_source.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
-    return GpuRunner(config, parameters, held, stream, most, graph_rows=0, standby=True)
+    memory = gpu_memory_of(model, config, weight_source.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
+    memory.standby = True
+    runner = GpuRunner(config, parameters, memory, most, CONTEXT_TOKENS, graph_rows=0)
+    poolings = frozenset({Pooling.LAST} if config.vectors else ())
+    report = MemoryReport(
+        model=model.name, pid=0, device="cpu", device_bytes=0, weights_bytes=weights.bytes, kv_blocks=blocks,
+        kv_block_tokens=BLOCK_TOKENS, kv_bytes=0, free_bytes=0,
+    )  # fmt: skip
+    resources = ExitStack()
+    for close in (weights.close, memory.close, runner.close):
+        resources.callback(close)
+    return LoadedModel("", frozenset(), poolings, runner, runner, memory, memory, report, resources)
 
 
-@torch.inference_mode()
 def poison(pool: KVPool) -> None:
     """NaN in every slot that has memory."""
     slots = pool.extent_blocks * pool.shape.block_tokens
@@ -96,20 +109,18 @@ def poison(pool: KVPool) -> None:
         torch.cuda.synchronize()  # steps have a stream of their own
 
 
-@torch.inference_mode()
-def logits(device: GpuRunner, slices: list[SequenceSlice], segments: list[PrefixSegment] | None = None) -> Tensor:
+def logits(device: LoadedModel, slices: list[SequenceSlice], segments: list[PrefixSegment] | None = None) -> Tensor:
     """What the device says of a step that runs without graphs and samples nothing."""
     packed = pack_step(slices, BLOCK_TOKENS, segments or [])
     batch = unpack_step(packed)
-    with device._stream.entered():
-        device._body(len(batch.tokens_T), device._upload(packed, batch, device._landings[0]))
-        return device._decoder.head(device._step(len(batch.rows_R))).float().cpu()
+    with device.executor._stream.entered():
+        device.executor._body(len(batch.tokens_T), device.executor._upload(packed, batch, device.executor._staged[0]))
+        return device.executor._decoder.head(device.executor._step(len(batch.rows_R))).float().cpu()
 
 
-@torch.inference_mode()
-def launch(device: GpuRunner, slices: list[SequenceSlice]) -> Any:
+def launch(device: LoadedModel, slices: list[SequenceSlice]) -> Any:
     packed = pack_step(slices, BLOCK_TOKENS)
-    return device.launch(packed, unpack_step(packed))
+    return device.executor.launch(packed)
 
 
 def texts(lengths: list[int], vocabulary: int) -> list[Text]:
@@ -155,14 +166,14 @@ def test_weights_in_12_bits_give_what_they_do_as_numbers_also_after_a_sleep(tmp_
     def step(counts: tuple[int, int]) -> None:
         slices = [text.slice(count, GREEDY) for text, count in zip(told, counts, strict=True)]
         packed = pack_step(slices, BLOCK_TOKENS)
-        assert (logits(coded, slices) - runner.place.logits(unpack_step(packed))).abs().max().item() <= 1e-4
+        assert (logits(coded, slices) - runner.executor.logits(unpack_step(packed))).abs().max().item() <= 1e-4
 
     told = texts([4, 20], 64)
     with torch.inference_mode():
         step((3, 19))
         held = sorted({block for text in told for block in text.blocks})
-        coded.sleep(held)
-        coded.wake(coded.pool.mapped, held)
+        coded.sleeper.sleep(held)
+        coded.sleeper.wake(coded.paged.pool.mapped, held)
         step((1, 1))
 
 
@@ -185,7 +196,10 @@ def test_a_token_of_the_flight_before_is_read_where_it_was_sampled(tmp_path: Pat
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     one, other = texts([5, 9], 160)
     flight = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
-    next_one = [SequenceSlice([-2], 9, [*other.blocks], GREEDY), SequenceSlice([-1], 5, one.blocks, GREEDY)]
+    next_one = [
+        SequenceSlice([-2], 9, [*other.blocks], GREEDY),
+        SequenceSlice([-1], 5, one.blocks, GREEDY),
+    ]
     following = launch(device, next_one)
     first = flight.wait().tokens_R
     found = following.wait().tokens_R
@@ -225,12 +239,15 @@ def test_masked_rows_wait_for_their_masks_and_the_next_step_for_their_tokens(tmp
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     one, other = texts([5, 9], 160)
     before = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
-    slices = [SequenceSlice([-1], 5, one.blocks, DEMANDS[1], masked=True), SequenceSlice([-2], 9, other.blocks, GREEDY)]
+    slices = [
+        SequenceSlice([-1], 5, one.blocks, DEMANDS[1], masked=True),
+        SequenceSlice([-2], 9, other.blocks, GREEDY),
+    ]
     flight = launch(device, slices)
     first = before.wait().tokens_R.tolist()
     mask_1W = np.array([[0, 1 << 9, 0, 0, 1 << 3]], np.int32)
     with torch.inference_mode():
-        device.sample(flight, mask_1W)
+        device.executor.sample(flight, mask_1W)
     following = launch(device, [SequenceSlice([-1], 6, one.blocks, GREEDY)])
     found = flight.wait().tokens_R.tolist()
     known = [
@@ -257,8 +274,11 @@ def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Pat
     slices = [one.slice(3, GREEDY), other.slice(3, GREEDY)]
     alone = launch(device, slices).wait().tokens_R.tolist()
     with torch.inference_mode():
-        device.pool.layers[0][one.blocks[0] * BLOCK_TOKENS] = float("nan")
-    following = [SequenceSlice([7], 3, one.blocks, GREEDY), SequenceSlice([7], 3, other.blocks, GREEDY)]
+        device.paged.pool.layers[0][one.blocks[0] * BLOCK_TOKENS] = float("nan")
+    following = [
+        SequenceSlice([7], 3, one.blocks, GREEDY),
+        SequenceSlice([7], 3, other.blocks, GREEDY),
+    ]
     tokens = launch(device, following).wait().tokens_R.tolist()
     assert tokens[0] == -1
     assert min(alone) >= 0
@@ -274,11 +294,11 @@ def test_a_token_that_no_row_sampled_is_not_taken(tmp_path: Path) -> None:
 def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     slices = [SequenceSlice([3], 0, [0], GREEDY)]
-    small = replace(device._space, words=device._space.words[:40])
-    with patch.object(device, "_space", small), pytest.raises(OutOfDeviceMemory, match="room for 40"):
+    small = replace(device.executor._buffers, words=device.executor._buffers.words[:40])
+    with patch.object(device.executor, "_buffers", small), pytest.raises(OutOfDeviceMemory, match="room for 40"):
         launch(device, slices)
     full = torch.OutOfMemoryError("2 GiB")
-    with patch.object(device, "_body", side_effect=full), pytest.raises(OutOfDeviceMemory, match="2 GiB"):
+    with patch.object(device.executor, "_body", side_effect=full), pytest.raises(OutOfDeviceMemory, match="2 GiB"):
         launch(device, slices)
     assert len(launch(device, slices).wait().tokens_R) == 1
 
@@ -286,36 +306,36 @@ def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tm
 # Asleep and awake
 
 
-def extents_of(device: GpuRunner, blocks: list[int]) -> list[int]:
-    return sorted({block // device.pool.extent_blocks for block in blocks})
+def extents_of(device: LoadedModel, blocks: list[int]) -> list[int]:
+    return sorted({block // device.paged.pool.extent_blocks for block in blocks})
 
 
-@torch.inference_mode()
-def sleep_and_wake(device: GpuRunner, kept: list[int], extents: list[int], restored: list[int]) -> None:
+def sleep_and_wake(device: LoadedModel, kept: list[int], extents: list[int], restored: list[int]) -> None:
     """Between the two there is nothing of it on the device, and something else in what torch holds on to on a CPU."""
-    device.sleep(kept)
-    assert device._held._weights.arena.mapped_bytes == 0
-    assert not any(rows.view(torch.uint8).any() for rows in device.pool.layers)
-    space = device._space
+    device.sleeper.sleep(kept)
+    assert device.paged._weights.arena.mapped_bytes == 0
+    assert not any(rows.view(torch.uint8).any() for rows in device.paged.pool.layers)
+    space = device.executor._buffers
     for tensor in (space.sum_TH, space.attended_TW, space.cos_PD, space.sin_PD, space.scratch.partial_PHD):
         tensor.fill_(float("nan"))
     for tensor in (space.words, space.sampled_R, space.masks_RW, space.scratch.counters):
         tensor.fill_(-1)
-    device.wake(extents, restored)
+    device.sleeper.wake(extents, restored)
 
 
-def contents(device: GpuRunner, blocks: list[int]) -> Tensor:
-    return torch.stack([rows.view(device.pool.blocks + 1, -1)[blocks].clone() for rows in device.pool.layers])
+def contents(device: LoadedModel, blocks: list[int]) -> Tensor:
+    return torch.stack(
+        [rows.view(device.paged.pool.blocks + 1, -1)[blocks].clone() for rows in device.paged.pool.layers]
+    )
 
 
-def weights_of(device: GpuRunner) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in device._held._weights.tensors.items()}
+def weights_of(device: LoadedModel) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in device.paged._weights.tensors.items()}
 
 
-@torch.inference_mode()
-def filled(device: GpuRunner) -> Tensor:
+def filled(device: LoadedModel) -> Tensor:
     """A number of its own in every slot of every block; gives what all blocks hold."""
-    for layer, rows in enumerate(device.pool.layers):
+    for layer, rows in enumerate(device.paged.pool.layers):
         rows[:-BLOCK_TOKENS] = torch.arange(1, 1 + BLOCKS * BLOCK_TOKENS)[:, None] + 10000 * layer
     return contents(device, list(range(BLOCKS)))
 
@@ -330,8 +350,8 @@ def test_after_a_sleep_every_bit_is_as_before_and_only_kept_blocks_hold_anything
         moved = [block for block in range(cycle * 20, BLOCKS) if block not in one.blocks][: len(one.blocks)]
         sleep_and_wake(device, one.blocks, extents_of(device, [*moved, 50, 51]), moved)
         one.blocks[:] = moved
-        assert device.pool.mapped == extents_of(device, [*moved, 50, 51])
-        for rows in device.pool.layers:
+        assert device.paged.pool.mapped == extents_of(device, [*moved, 50, 51])
+        for rows in device.paged.pool.layers:
             held = rows.view(torch.uint8).view(BLOCKS + 1, -1).any(1)
             assert held.nonzero().flatten().tolist() == sorted(moved)
         assert torch.equal(logits(device, slices), wanted), cycle
@@ -342,168 +362,167 @@ def test_steps_go_on_while_weights_are_on_their_way(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     slices = [SequenceSlice([3, 7], 0, [5], GREEDY)]
     wanted = launch(device, slices).wait().tokens_R.tolist()
-    assert device._held._weights.held_bytes > 0, "nothing was copied to the host beside a step"
+    assert device.paged._weights.held_bytes > 0, "nothing was copied to the host beside a step"
     followed: list[StreamEvent] = []
     with patch.object(StreamEvent, "passed", return_value=False):
         sleep_and_wake(device, [], extents_of(device, [5]), [])
-        assert not device.arrived()
-        coming = device._held.coming()
-        with patch.object(device._stream, "follow", side_effect=followed.append):
+        assert not device.sleeper.arrived()
+        arrivals = device.paged.arrivals()
+        with patch.object(device.executor._stream, "follow", side_effect=followed.append):
             assert launch(device, slices).wait().tokens_R.tolist() == wanted
-    assert len(coming) == 1 + 3 + 2, "the embedding, three layers, norm and head"
-    assert followed == coming
-    assert device.arrived()
-    assert device._held.coming() == []
+    assert len(arrivals) == 1 + 3 + 2, "the embedding, three layers, norm and head"
+    assert followed == arrivals
+    assert device.sleeper.arrived()
+    assert device.paged.arrivals() == []
 
 
-@torch.inference_mode()
 def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before, weights, kept = filled(device), weights_of(device), [7, 60, 2]
-    arena = device._held._weights.arena
-    device.sleep(kept)
-    asleep = device.sizes()
-    for most_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * asleep.extent_bytes):
+    arena = device.paged._weights.arena
+    device.sleeper.sleep(kept)
+    asleep = device.sleeper.usage()
+    for most_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * device.paged.layout.extent_bytes):
         with patch.object(arena, "most_bytes", most_bytes), pytest.raises(OutOfDeviceMemory, match="at most"):
-            device.wake([0, 1, 2, 3], [0, 1, 2])
-        assert (arena.mapped_bytes, device.pool.mapped, device.sizes()) == (0, [], asleep)
+            device.sleeper.wake([0, 1, 2, 3], [0, 1, 2])
+        assert (arena.mapped_bytes, device.paged.pool.mapped, device.sleeper.usage()) == (0, [], asleep)
         arena.check()
-    device.wake([0, 1, 2, 3], [0, 1, 2])
+    device.sleeper.wake([0, 1, 2, 3], [0, 1, 2])
     assert torch.equal(contents(device, [0, 1, 2]), before[:, kept])
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
     arena.check()
 
 
-@torch.inference_mode()
 def test_what_came_back_in_vain_is_zeroed_before_its_memory_is_given_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     filled(device)
-    device.sleep([7])
-    arena, unmap = device._held._weights.arena, device.pool.unmap
+    device.sleeper.sleep([7])
+    arena, unmap = device.paged._weights.arena, device.paged.pool.unmap
     seen: list[bool] = []
 
     def unmapping(extents: Items[int]) -> None:
         seen.append(bool(contents(device, [0]).any()))
         unmap(extents)
 
-    most_bytes = device.sizes().weights_bytes + 2 * device.sizes().extent_bytes
+    most_bytes = device.sleeper.usage().weights_bytes + 2 * device.paged.layout.extent_bytes
     with (
         patch.object(arena, "most_bytes", most_bytes),
-        patch.object(device.pool, "unmap", unmapping),
+        patch.object(device.paged.pool, "unmap", unmapping),
         pytest.raises(OutOfDeviceMemory),
     ):
-        device.wake([0, 1, 2, 3], [0])
+        device.sleeper.wake([0, 1, 2, 3], [0])
     assert seen == [False]
 
 
-@torch.inference_mode()
 def test_too_little_of_the_host_leaves_it_awake_as_before(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before, weights = filled(device), weights_of(device)
     for _ in range(2):  # of the weights' copy, and of what is kept
-        with patch.object(pinned, "available_bytes", return_value=9), pytest.raises(OutOfHostMemory, match="less than"):
-            device.sleep([0, 5])
+        with (
+            patch.object(pinned, "available_memory_bytes", return_value=9),
+            pytest.raises(OutOfHostMemory, match="less than"),
+        ):
+            device.sleeper.sleep([0, 5])
         assert torch.equal(contents(device, list(range(BLOCKS))), before)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
-        assert device._held.awake
-        device.idle()
-    device.sleep([0, 5])
-    device.wake([1], [1, 2])
+        assert device.paged.awake
+        device.executor.warm_up()
+    device.sleeper.sleep([0, 5])
+    device.sleeper.wake([1], [1, 2])
     assert torch.equal(contents(device, [1, 2]), before[:, [0, 5]])
 
 
-@torch.inference_mode()
 def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before = filled(device)
-    device.sleep([3, 9, 40])
-    device.erase([9, 11])
-    device.wake([0], [0, 1, 2])
+    device.sleeper.sleep([3, 9, 40])
+    device.paged.zero([9, 11])
+    device.sleeper.wake([0], [0, 1, 2])
     assert torch.equal(contents(device, [0, 2]), before[:, [3, 40]])
     assert not contents(device, [1]).any()
 
 
-@torch.inference_mode()
 def test_what_is_done_to_blocks_comes_behind_their_way_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    device.sleep([3, 9])
+    device.sleeper.sleep([3, 9])
     followed: list[StreamEvent] = []
     with patch.object(StreamEvent, "passed", return_value=False):
-        device.wake([0, 1, 2], [0, 1])
-        with patch.object(device._stream, "follow", side_effect=followed.append):
-            device.erase([0])
-            device.copy([1], [2])
-            device.unmap([2])
-        assert followed == [device._held.coming()[0]] * 3
+        device.sleeper.wake([0, 1, 2], [0, 1])
+        with patch.object(device.executor._stream, "follow", side_effect=followed.append):
+            device.paged.zero([0])
+            device.paged.copy([1], [2])
+            device.paged.unmap([2])
+        assert followed == [device.paged.arrivals()[0]] * 3
 
 
-@torch.inference_mode()
 def test_what_was_kept_is_gone_from_the_host_when_it_is_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     filled(device)
-    device.sleep([3, 9])
-    (piece,) = device._held._kept._pinned.pieces
+    device.sleeper.sleep([3, 9])
+    (piece,) = device.paged._host_tier._pinned.pieces
     assert piece.any()
-    assert device.sizes().kept_bytes == 2 * device.pool.shape.block_bytes
-    device.wake([0], [0, 1])
-    assert device.arrived()
-    device._held._kept._pinned.wait()
+    assert device.sleeper.usage().host_kv_bytes == 2 * device.paged.pool.shape.block_bytes
+    device.sleeper.wake([0], [0, 1])
+    assert device.sleeper.arrived()
+    device.paged._host_tier._pinned.wait()
     assert not piece.any()
-    assert device.sizes().kept_bytes == 0
+    assert device.sleeper.usage().host_kv_bytes == 0
 
 
-@torch.inference_mode()
 def test_the_hosts_copy_is_made_in_idle_moments_once(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     pieces = 0
-    while device.idle():
+    while device.executor.warm_up():
         pieces += 1
-    assert pieces == -(-device.sizes().weights_bytes // PIECE_BYTES)
-    assert device.sleep([]) == 0
-    assert not device.idle()
-    device.wake([0], [])
-    assert not device.idle()
+    assert pieces == -(-device.sleeper.usage().weights_bytes // PIECE_BYTES)
+    assert device.sleeper.sleep([]) == 0
+    assert not device.executor.warm_up()
+    device.sleeper.wake([0], [])
+    assert not device.executor.warm_up()
 
 
-@torch.inference_mode()
 def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    sizes, pool = device.sizes(), device.pool
+    sizes, pool = device.sleeper.usage(), device.paged.pool
     assert sizes.kv_bytes == pool.extents * pool.extent_bytes
-    assert sizes.device_bytes == sizes.most_bytes == sizes.asleep_bytes + sizes.weights_bytes + sizes.kv_bytes
-    assert sizes.extents_least == -(-CONTEXT_TOKENS // BLOCK_TOKENS // pool.extent_blocks)
-    assert sizes.least_bytes == sizes.most_bytes - (pool.extents - sizes.extents_least) * pool.extent_bytes
-    device.unmap([5, 6])
-    assert device.sizes().device_bytes == sizes.device_bytes - 2 * pool.extent_bytes
-    device.map([6])
-    assert device.sizes().kv_bytes == sizes.kv_bytes - pool.extent_bytes
-    device.sleep([1])
-    asleep = device.sizes()
+    assert sizes.device_bytes == sizes.max_bytes == sizes.asleep_bytes + sizes.weights_bytes + sizes.kv_bytes
+    assert device.paged.layout.min_extents == -(-CONTEXT_TOKENS // BLOCK_TOKENS // pool.extent_blocks)
+    assert sizes.min_bytes == sizes.max_bytes - (pool.extents - device.paged.layout.min_extents) * pool.extent_bytes
+    device.paged.unmap([5, 6])
+    assert device.sleeper.usage().device_bytes == sizes.device_bytes - 2 * pool.extent_bytes
+    device.paged.map([6])
+    assert device.sleeper.usage().kv_bytes == sizes.kv_bytes - pool.extent_bytes
+    device.sleeper.sleep([1])
+    asleep = device.sleeper.usage()
     assert (asleep.device_bytes, asleep.kv_bytes) == (sizes.asleep_bytes, 0)
-    assert asleep.memory_bytes == sizes.weights_bytes + device._held._kept.held_bytes
-    device.wake([0], [0])
-    device.sleep(list(range(sizes.extents_least * pool.extent_blocks)))
-    assert asleep.memory_bytes <= device.sizes().memory_bytes == device.sizes().standby_bytes == sizes.standby_bytes
-    assert (asleep.least_bytes, asleep.most_bytes) == (sizes.least_bytes, sizes.most_bytes)
+    assert asleep.host_bytes == sizes.weights_bytes + device.paged._host_tier.held_bytes
+    device.sleeper.wake([0], [0])
+    device.sleeper.sleep(list(range(device.paged.layout.min_extents * pool.extent_blocks)))
+    assert (
+        asleep.host_bytes
+        <= device.sleeper.usage().host_bytes
+        == device.sleeper.usage().standby_bytes
+        == sizes.standby_bytes
+    )
+    assert (asleep.min_bytes, asleep.max_bytes) == (sizes.min_bytes, sizes.max_bytes)
 
 
 # Closed
 
 
-@torch.inference_mode()
 def test_closing_gives_everything_back_graphs_first_and_mapped_memory_last(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    device.idle()
-    held, order = device._held, []
+    device.executor.warm_up()
+    held, order = device.paged, []
     arena, pinned_memory = held._weights.arena, held._weights._pinned
     assert arena.mapped_bytes > 0
     assert pinned_memory.bytes > 0
-    wait = device._stream.wait
+    wait = device.executor._stream.wait
     with (
-        patch.object(device._stream, "wait", side_effect=lambda: (order.append("steps are done"), wait())),
-        patch.object(device._bodies, "close", side_effect=lambda: order.append("graphs")),
+        patch.object(device.executor._stream, "wait", side_effect=lambda: (order.append("steps are done"), wait())),
+        patch.object(device.executor._bodies, "close", side_effect=lambda: order.append("graphs")),
         patch.object(held.workspace, "close", side_effect=lambda: order.append("workspace")),
-        patch.object(held._kept._pinned, "close", side_effect=lambda: order.append("kept blocks")),
+        patch.object(held._host_tier._pinned, "close", side_effect=lambda: order.append("kept blocks")),
         patch.object(pinned_memory, "close", side_effect=lambda: order.append("copied weights")),
         patch.object(arena, "give", side_effect=lambda size: order.append("memory")),
     ):
@@ -514,24 +533,23 @@ def test_closing_gives_everything_back_graphs_first_and_mapped_memory_last(tmp_p
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-@torch.inference_mode()
 def test_nothing_is_left_of_a_closed_device_however_often_it_is_closed(asleep: bool, tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    device.idle()
+    device.executor.warm_up()
     if asleep:
-        device.sleep([3, 9])
+        device.sleeper.sleep([3, 9])
     for _ in range(2):
         device.close()
-        weights, kept = device._held._weights, device._held._kept
+        weights, kept = device.paged._weights, device.paged._host_tier
         assert (weights.arena.mapped_bytes, weights.held_bytes, kept.held_bytes, kept.bytes) == (0, 0, 0, 0)
         weights.arena.check()
-        assert not device.idle()
+        assert not device.executor.warm_up()
 
 
 def test_a_device_goes_with_its_last_reference_and_waits_for_no_collector(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     launch(device, [SequenceSlice([3], 0, [0], GREEDY)]).wait()
-    arena, gone = device._held._weights.arena, weakref.ref(device)
+    arena, gone = device.paged._weights.arena, weakref.ref(device.executor)
     gc.collect()  # what loading left behind
     gc.disable()
     try:
@@ -545,16 +563,16 @@ def test_a_device_goes_with_its_last_reference_and_waits_for_no_collector(tmp_pa
 # On a GPU
 
 
-Opened = Callable[..., DecoderRunner]
+Opened = Callable[..., LoadedModel]
 
 
 @pytest.fixture
 def opened(open_on_gpu: Callable[[ModelSpec], Any]) -> Opened:
     """Runners whose slots are NaN until they are written."""
 
-    def open_poisoned(folder: Path, **changes: Any) -> DecoderRunner:
-        runner: DecoderRunner = open_on_gpu(spec(folder, **changes))
-        poison(runner.place.pool)
+    def open_poisoned(folder: Path, **changes: Any) -> LoadedModel:
+        runner: LoadedModel = open_on_gpu(spec(folder, **changes))
+        poison(runner.paged.pool)
         return runner
 
     return open_poisoned
@@ -588,7 +606,7 @@ def test_every_family_is_as_exact_as_the_reference_library(
     rng = np.random.default_rng(7)
     lengths = [1, 5, 70, 150, 600]
     several = [
-        Text(rng.integers(0, runner.vocabulary, length).tolist(), table)
+        Text(rng.integers(0, runner.executor.limits.vocabulary, length).tolist(), table)
         for length, table in zip(lengths, shuffled_tables(runner, lengths, seed=3), strict=True)
     ]
     found, rows = [], []
@@ -599,7 +617,7 @@ def test_every_family_is_as_exact_as_the_reference_library(
             if left:
                 slices.append(text.slice(min(left, int(rng.choice([1, 1, 3, 16, 17, 90, 250]))), GREEDY))
                 rows.append((index, text.computed - 1))
-        found.append(logits(runner.place, slices))
+        found.append(logits(runner, slices))
     with torch.no_grad():
         wanted, lower = (
             torch.stack([logits_TV[index][row] for index, row in rows])
@@ -610,16 +628,16 @@ def test_every_family_is_as_exact_as_the_reference_library(
     assert relative_error(torch.cat(found), wanted) <= 1.5 * relative_error(lower, wanted) + 1e-5
 
 
-def assert_erased_between(device: GpuRunner, block: int, other: int) -> None:
+def assert_erased_between(device: LoadedModel, block: int, other: int) -> None:
     """Two steps, an erasing between them, and nobody waits: the first fills both blocks, the second begins one anew."""
-    size = device.pool.shape.block_tokens
+    size = device.paged.pool.shape.block_tokens
     flights = [launch(device, [SequenceSlice([7] * 2 * size, 0, [block, other], GREEDY)])]
     with torch.inference_mode():
-        device.erase([block])
+        device.paged.zero([block])
     flights.append(launch(device, [SequenceSlice([8], 0, [block], GREEDY)]))
     for flight in flights:
         flight.wait()
-    for rows in device.pool.layers:
+    for rows in device.paged.pool.layers:
         written = rows.view(torch.uint8).view(-1, size, rows.nbytes // len(rows))[[block, other]].ne(0).any(-1)
         assert written[0].tolist() == [True] + [False] * (size - 1), "not erased between the two"
         assert written[1].all(), "another block was erased"
@@ -636,14 +654,14 @@ def test_erasing_on_a_gpu_comes_behind_the_steps_before_and_ahead_of_those_after
 ) -> None:
     runner = opened(saved(reference_model("qwen3"), tmp_path), dtype="bfloat16", kv_dtype=kv_dtype, kv_bytes=1 << 30)
     for block in range(0, 1000, 2):
-        assert_erased_between(runner.place, block, block + 1)
+        assert_erased_between(runner, block, block + 1)
 
 
 @pytest.mark.gpu
 def test_graphs_give_what_kernels_launched_one_by_one_give(opened: Opened, tmp_path: Path) -> None:
     runner = opened(saved(reference_model("llama 3.1"), tmp_path), sequences=64, context_tokens=1024, kv_bytes=None)
     captured = 0
-    while runner.idle():
+    while runner.executor.warm_up():
         captured += 1
     assert captured > 20
     rng = np.random.default_rng(1)
@@ -655,8 +673,8 @@ def test_graphs_give_what_kernels_launched_one_by_one_give(opened: Opened, tmp_p
         ]
         for take in (lengths, [1] * count, [1 + (index % 3 == 0) for index in range(count)]):
             slices = [text.slice(tokens, GREEDY) for text, tokens in zip(several, take, strict=True)]
-            tokens = runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R
-            assert tokens.tolist() == logits(runner.place, slices).argmax(-1).tolist()
+            tokens = runner.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R
+            assert tokens.tolist() == logits(runner, slices).argmax(-1).tolist()
 
 
 @pytest.mark.gpu
@@ -680,8 +698,8 @@ def test_two_layers_of_the_true_size_agree_with_the_reference_library(
     runner = opened(tmp_path, dtype="auto", kv_dtype=kv_dtype, kv_bytes=None, sequences=64, context_tokens=4096)
     tables = shuffled_tables(runner, [2000] * 3, seed=1)
     several = [Text(text, table) for text, table in zip(ids, tables, strict=True)]
-    prompts = logits(runner.place, [text.slice(len(text.ids) - 1, GREEDY) for text in several])
-    single = logits(runner.place, [text.slice(1, GREEDY) for text in several])
+    prompts = logits(runner, [text.slice(len(text.ids) - 1, GREEDY) for text in several])
+    single = logits(runner, [text.slice(1, GREEDY) for text in several])
     tolerance = 0.02 if kv_dtype == "auto" else 0.15  # e4m3 keeps 3 bits of K and of V
     for index, rows in enumerate(wanted):
         assert relative_error(prompts[index], rows[0]) <= tolerance, (index, "in a prompt")
@@ -707,23 +725,23 @@ def test_prefix_groups_give_the_logits_that_single_sequences_have(
     count, prefix = 48, 4096
     owns = rng.integers(2, 200, count).tolist()
     tables = shuffled_tables(runner, [prefix, *owns], seed=4)
-    shared = rng.integers(0, runner.vocabulary, prefix).tolist()
+    shared = rng.integers(0, runner.executor.limits.vocabulary, prefix).tolist()
     several = [
-        Text(shared + rng.integers(0, runner.vocabulary, own).tolist(), tables[0] + table)
+        Text(shared + rng.integers(0, runner.executor.limits.vocabulary, own).tolist(), tables[0] + table)
         for own, table in zip(owns, tables[1:], strict=True)
     ]
-    logits(runner.place, [several[0].slice(prefix, GREEDY)])
+    logits(runner, [several[0].slice(prefix, GREEDY)])
     for text in several:
         text.computed = prefix
-    logits(runner.place, [text.slice(own - 1, GREEDY) for text, own in zip(several, owns, strict=True)])
+    logits(runner, [text.slice(own - 1, GREEDY) for text, own in zip(several, owns, strict=True)])
     slices = [text.slice(1, GREEDY) for text in several]
-    alone = logits(runner.place, slices)
+    alone = logits(runner, slices)
     everyone, half = list(range(count)), list(range(0, count, 2))
     for segments in (
         [PrefixSegment(everyone, 0, prefix)],
         [PrefixSegment(everyone, 0, 1024), PrefixSegment(half, 1024, prefix)],
     ):
-        grouped = logits(runner.place, slices, segments)
+        grouped = logits(runner, slices, segments)
         assert not torch.equal(alone, grouped), "the segments were not used"
         for index in range(count):
             assert relative_error(grouped[index], alone[index]) <= 2**-6, index
@@ -735,18 +753,18 @@ def test_what_is_closed_gives_the_device_back_to_the_byte(opened: Opened, tmp_pa
     folder, free = saved(reference_model("llama 3.1"), tmp_path), []
     for _ in range(3):
         runner = opened(folder, kv_bytes=None, context_tokens=1024)
-        while runner.idle():
+        while runner.executor.warm_up():
             pass
         run(runner, several_of(runner, 8, 100))
         runner.close()
         torch.cuda.empty_cache()
         free.append(free_bytes())
-        assert runner.place._held._weights.arena.mapped_bytes == 0
+        assert runner.paged._weights.arena.mapped_bytes == 0
     assert free[1] == free[2]
 
 
 @pytest.fixture(scope="module")
-def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecoderRunner]:
+def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     """Four layers of Llama-3.1-8B's size, with graphs and the host's copy made, and up to 24 GiB of the device."""
     folder = tmp_path_factory.mktemp("resting")
     LlamaConfig(
@@ -755,28 +773,29 @@ def resting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecoderRunner]
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     ).save_pretrained(folder)  # fmt: skip
     changes = {"dtype": "bfloat16", "random_weights": True, "kv_bytes": None, "context_tokens": 8192}
-    with closing(
-        DecoderRunner.open(spec(folder, **changes), "cuda", None, lambda: None, 24 << 30, standby=True)
-    ) as runner:
-        while runner.idle():
+    with closing(open_model(spec(folder, **changes), "cuda", None, lambda: None, 24 << 30, standby=True)) as runner:
+        while runner.executor.warm_up():
             pass
         torch.cuda.empty_cache()
         yield runner
 
 
-def several_of(runner: DecoderRunner, count: int, length: int) -> list[SequenceSlice]:
+def several_of(runner: LoadedModel, count: int, length: int) -> list[SequenceSlice]:
     """Prompts of their own blocks, from the pool's first on."""
     rng, width = np.random.default_rng(count), -(-length // BLOCK_TOKENS) + 1
     return [
         SequenceSlice(
-            rng.integers(0, runner.vocabulary, length).tolist(), 0, list(range(n * width, (n + 1) * width)), GREEDY
+            rng.integers(0, runner.executor.limits.vocabulary, length).tolist(),
+            0,
+            list(range(n * width, (n + 1) * width)),
+            GREEDY,
         )
         for n in range(count)
     ]
 
 
-def run(runner: DecoderRunner, slices: list[SequenceSlice]) -> list[int]:
-    return runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+def run(runner: LoadedModel, slices: list[SequenceSlice]) -> list[int]:
+    return runner.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
 
 
 def free_bytes() -> int:
@@ -791,8 +810,8 @@ def wait_for(free: int) -> None:
         assert time.monotonic() < deadline, free_bytes() - free
 
 
-def wait_until_arrived(runner: DecoderRunner) -> None:
-    while not runner.arrived():
+def wait_until_arrived(runner: LoadedModel) -> None:
+    while not runner.sleeper.arrived():
         time.sleep(0.001)
 
 
@@ -815,58 +834,58 @@ sys.stdin.read()
         assert process.wait() == 0
 
 
-@torch.inference_mode()
-def step_ms(runner: DecoderRunner) -> float:
-    """The least of some rounds, once a GPU's clocks are up: whatever else goes on makes them slower."""
+def step_ms(runner: LoadedModel) -> float:
+    """The fastest of some rounds, once a GPU's clocks are up: whatever else goes on makes them slower."""
     step, until = pack_step(several_of(runner, 64, 1), BLOCK_TOKENS), time.monotonic() + 1.5
     while time.monotonic() < until:
-        runner.place.launch_ms(step, 100)
-    return min(runner.place.launch_ms(step, 100) for _ in range(7))
+        runner.executor.launch_ms(step, 100)
+    return min(runner.executor.launch_ms(step, 100) for _ in range(7))
 
 
-def cycle(runner: DecoderRunner, extents: list[int], kept: Items[int] = (), restored: Items[int] = ()) -> None:
-    runner.sleep(kept)
-    runner.wake(extents, restored)
+def cycle(runner: LoadedModel, extents: list[int], kept: Items[int] = (), restored: Items[int] = ()) -> None:
+    runner.sleeper.sleep(kept)
+    runner.sleeper.wake(extents, restored)
 
 
 @pytest.mark.gpu
-def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(resting: DecoderRunner) -> None:
-    slices, extents = several_of(resting, 8, 100), resting.mapped
+def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(resting: LoadedModel) -> None:
+    slices, extents = several_of(resting, 8, 100), resting.paged.mapped
     wanted = run(resting, slices)
     cycle(resting, extents)
     run(resting, slices)  # by kernels, as the first step of each wake: torch has got what that needs
     awake = free_bytes()
-    resting.sleep([])
-    asleep, sizes = free_bytes(), resting.sizes()
+    resting.sleeper.sleep([])
+    asleep, sizes = free_bytes(), resting.sleeper.usage()
     assert (
-        asleep - awake == sizes.weights_bytes + resting.place._held.workspace.bytes + len(extents) * sizes.extent_bytes
+        asleep - awake
+        == sizes.weights_bytes + resting.paged.workspace.bytes + len(extents) * resting.paged.layout.extent_bytes
     )
     with neighbour(asleep - (2 << 30)):
         with pytest.raises(OutOfDeviceMemory):
-            resting.wake(extents, [])
-        assert resting.sizes() == sizes
+            resting.sleeper.wake(extents, [])
+        assert resting.sleeper.usage() == sizes
     wait_for(asleep)
     with neighbour(asleep - (32 << 30)):  # beside it there is room
-        resting.wake(extents, [])
+        resting.sleeper.wake(extents, [])
         assert run(resting, slices) == wanted
     wait_for(awake)
 
 
 @pytest.mark.gpu
-def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fast(resting: DecoderRunner) -> None:
+def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fast(resting: LoadedModel) -> None:
     several = [several_of(resting, count, length) for count, length in ((1, 1), (3, 40), (64, 1), (64, 30), (5, 700))]
-    wanted, extents = [run(resting, slices) for slices in several], resting.mapped
+    wanted, extents = [run(resting, slices) for slices in several], resting.paged.mapped
     before_ms = step_ms(resting)
     for slices in several:
         cycle(resting, extents)
         assert run(resting, slices) == wanted[several.index(slices)]
     awake = free_bytes()
     for count in range(100):
-        resting.sleep([])
+        resting.sleeper.sleep([])
         if count == 0:
             asleep = free_bytes()
         assert free_bytes() == asleep, count
-        resting.wake(extents, [])
+        resting.sleeper.wake(extents, [])
         assert free_bytes() == awake, count
         assert run(resting, several[count % len(several)]) == wanted[count % len(several)], count
     wait_until_arrived(resting)
@@ -876,31 +895,31 @@ def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fas
 
 
 @pytest.mark.gpu
-def test_kept_blocks_come_back_elsewhere_on_a_gpu(resting: DecoderRunner) -> None:
+def test_kept_blocks_come_back_elsewhere_on_a_gpu(resting: LoadedModel) -> None:
     (prompt,) = several_of(resting, 1, 1000)
     run(resting, [prompt])
-    wanted = logits(resting.place, [SequenceSlice([5], 1000, prompt.blocks, GREEDY)])
-    extents, kept = resting.mapped, prompt.blocks
+    wanted = logits(resting, [SequenceSlice([5], 1000, prompt.blocks, GREEDY)])
+    extents, kept = resting.paged.mapped, prompt.blocks
     for first in (5000, 300):
         moved = list(range(first + len(kept), first, -1))
-        assert resting.sleep(kept) == len(kept) * resting.place.pool.shape.block_bytes
-        resting.wake(extents, moved)
+        assert resting.sleeper.sleep(kept) == len(kept) * resting.paged.pool.shape.block_bytes
+        resting.sleeper.wake(extents, moved)
         token = run(resting, [SequenceSlice([5], 1000, moved, GREEDY)])
         assert token == wanted.argmax(-1).tolist()
         wait_until_arrived(resting)
-        assert torch.equal(logits(resting.place, [SequenceSlice([5], 1000, moved, GREEDY)]), wanted)
+        assert torch.equal(logits(resting, [SequenceSlice([5], 1000, moved, GREEDY)]), wanted)
         kept = moved
 
 
 @pytest.mark.gpu
-def test_nothing_of_what_was_written_is_left_in_memory_that_is_given_back(resting: DecoderRunner) -> None:
+def test_nothing_of_what_was_written_is_left_in_memory_that_is_given_back(resting: LoadedModel) -> None:
     """Extents are zero before their memory goes: seen by what comes to be there again, which the driver does not clear
     within a process."""
-    pool = resting.place.pool
+    pool = resting.paged.pool
     poison(pool)
-    extents = resting.mapped[-4:]
-    resting.unmap(extents)
-    resting.map(extents)
+    extents = resting.paged.mapped[-4:]
+    resting.paged.unmap(extents)
+    resting.paged.map(extents)
     slots = pool.extent_blocks * BLOCK_TOKENS
     for rows in pool.layers:
         for extent in extents:

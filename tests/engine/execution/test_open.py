@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution import cpu_runner
-from engine.execution.open import DecoderRunner, DoesNotFit
+from engine.execution import cpu_memory
+from engine.execution.memory_plan import DoesNotFit
+from engine.execution.open import open_model
 from engine.layers import linear_cpu
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
+from engine.step.executor import LoadedModel
 from engine.step.layout import SequenceSlice, pack_step
 from engine.weights.checkpoint import CheckpointError
 from tests.support.batch_invariance import skip_if_bfloat16_varies
@@ -36,6 +38,8 @@ from tests.support.small_models import (
     shuffled_tables,
     spec,
 )
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 GREEDY = SamplingParams()
 EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
@@ -57,7 +61,7 @@ def test_logits_are_equal_to_the_bit_whatever_the_chunks_the_company_and_the_blo
     runner = open_small(folders[name], dtype=dtype, kv_bytes=24 << 20)
     poison(runner)
     rng = np.random.default_rng(5)
-    ids = rng.integers(0, runner.vocabulary, 700).tolist()
+    ids = rng.integers(0, runner.executor.limits.vocabulary, 700).tolist()
     ends = sorted({*rng.integers(1, 700, 60).tolist(), 1, 63, 64, 65, 128, 129, 512, 513, 700})
     alone = compute(runner, ids, ends, company=0, seed=1)
     for seed in range(2, 8):
@@ -65,10 +69,10 @@ def test_logits_are_equal_to_the_bit_whatever_the_chunks_the_company_and_the_blo
         again = compute(runner, ids, cuts, company=seed % 4 * 3, seed=seed)
         for end in cuts:
             assert torch.equal(again[end], alone[end]), (seed, cuts, end)
-    runner.place.pool.check()
+    runner.paged.pool.check()
 
 
-def compute(runner: DecoderRunner, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
+def compute(runner: LoadedModel, ids: list[int], cuts: list[int], company: int, seed: int) -> dict[int, Tensor]:
     """Logits after each cut, the text computed in runs that end there, in other blocks for each seed, among others."""
     rng = np.random.default_rng(seed)
     lengths = [len(ids), *rng.integers(1, 60, company).tolist()]
@@ -76,7 +80,7 @@ def compute(runner: DecoderRunner, ids: list[int], cuts: list[int], company: int
     text, found = Text(ids, tables[0]), {}
     for cut in cuts:
         others = [
-            SequenceSlice(rng.integers(0, runner.vocabulary, length).tolist(), 0, table, GREEDY)
+            SequenceSlice(rng.integers(0, runner.executor.limits.vocabulary, length).tolist(), 0, table, GREEDY)
             for length, table in zip(lengths[1:], tables[1:], strict=True)
         ]
         mine = text.slice(cut - text.computed, GREEDY)
@@ -91,7 +95,7 @@ def test_text_is_the_same_with_cache_hits_chunks_preemption_and_company(
 ) -> None:
     runner = open_small(folders["ember"], dtype="auto", kv_bytes=24 << 20)
     rng = np.random.default_rng(6)
-    prompts = [rng.integers(10, runner.vocabulary, length).tolist() for length in (5, 130, 200)]
+    prompts = [rng.integers(10, runner.executor.limits.vocabulary, length).tolist() for length in (5, 130, 200)]
     tables = shuffled_tables(runner, [300] * 3, 1)
     plain = [write(runner, prompt, table, sampling, 40) for prompt, table in zip(prompts, tables, strict=True)]
 
@@ -108,19 +112,21 @@ def test_text_is_the_same_with_cache_hits_chunks_preemption_and_company(
     # Company: all three at once, a token each per step.
     texts, written = prompts, [[token[0]] for token in plain]
     for prompt, table in zip(texts, tables, strict=True):
-        runner.launch(pack_step([SequenceSlice(prompt, 0, table)], BLOCK_TOKENS)).wait()
+        runner.executor.launch(pack_step([SequenceSlice(prompt, 0, table)], BLOCK_TOKENS)).wait()
     for step in range(39):
         slices = [
             SequenceSlice([done[-1]], len(prompt) + step, table, sampling)
             for done, prompt, table in zip(written, texts, tables, strict=True)
         ]
-        for done, token in zip(written, runner.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R, strict=True):
+        for done, token in zip(
+            written, runner.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R, strict=True
+        ):
             done.append(int(token))
     assert written == plain
 
 
 def write(
-    runner: DecoderRunner,
+    runner: LoadedModel,
     prompt: list[int],
     table: list[int],
     sampling: SamplingParams,
@@ -133,7 +139,7 @@ def write(
     while len(written) < count:
         end = min(computed + chunk, len(ids))
         wanted = sampling if end == len(ids) else None
-        done = runner.launch(
+        done = runner.executor.launch(
             pack_step([SequenceSlice(ids[computed:end], computed, table, wanted)], BLOCK_TOKENS)
         ).wait()
         computed = end
@@ -145,33 +151,34 @@ def write(
 
 def test_opening_says_what_the_replica_must_know(folders: dict[str, Path]) -> None:
     beats: list[int] = []
-    runner = DecoderRunner.open(spec(folders["qwen3"]), "cpu", 1, lambda: beats.append(1))
+    runner = open_model(spec(folders["qwen3"]), "cpu", 1, lambda: beats.append(1))
     assert beats
-    assert (runner.context_tokens, runner.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, [1])
-    assert runner.block_tokens == BLOCK_TOKENS
-    assert runner.memory.kv_bytes <= 8 << 20
-    assert runner.memory.kv_bytes == runner.blocks * 3 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
-    assert runner.kv_layout == "kv-float32-l3-h2x32-b16"
-    assert runner.memory.weights_bytes > 0
+    limits = runner.executor.limits
+    assert (limits.context_tokens, limits.vocabulary, runner.stop_ids) == (CONTEXT_TOKENS, 160, {1})
+    assert runner.paged.layout.block_tokens == BLOCK_TOKENS
+    assert runner.report.kv_bytes <= 8 << 20
+    assert runner.report.kv_bytes == runner.paged.layout.blocks * 3 * 2 * 2 * 32 * 4 * BLOCK_TOKENS
+    assert runner.paged.layout.name == "kv-float32-l3-h2x32-b16"
+    assert runner.report.weights_bytes > 0
     assert len(runner.revision) == 32
     loading = len(beats)
-    runner.launch(pack_step([SequenceSlice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
+    runner.executor.launch(pack_step([SequenceSlice([1, 2, 3], 0, [0], GREEDY)], BLOCK_TOKENS)).wait()
     assert len(beats) == loading + 3, "one beat for each layer"
 
 
 def test_a_step_without_rows_to_sample_gives_no_tokens(folders: dict[str, Path]) -> None:
     runner = open_small(folders["qwen3"])
-    assert len(runner.launch(pack_step([SequenceSlice([1, 2], 0, [0])], BLOCK_TOKENS)).wait().tokens_R) == 0
+    assert len(runner.executor.launch(pack_step([SequenceSlice([1, 2], 0, [0])], BLOCK_TOKENS)).wait().tokens_R) == 0
 
 
 def test_auto_measures_both_dtypes_and_says_so(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine"):
         runner = open_small(folders["qwen3"], dtype="auto")
-    assert runner.kv_layout.startswith(("kv-float32", "kv-bfloat16"))
+    assert runner.paged.layout.name.startswith(("kv-float32", "kv-bfloat16"))
     said = caplog.text
     assert "dtype auto" in said
     assert "MB/s" in said
-    assert f"{runner.blocks} KV blocks" in said
+    assert f"{runner.paged.layout.blocks} KV blocks" in said
 
 
 def test_a_dtype_in_which_rows_depend_on_their_company_is_not_chosen(
@@ -190,18 +197,16 @@ def test_a_dtype_in_which_rows_depend_on_their_company_is_not_chosen(
 
     monkeypatch.setattr(linear_cpu, "min_invariant_rows", of_such_a_processor)
     with caplog.at_level("INFO"):
-        runner = DecoderRunner.open(
-            ModelSpec(name="m", folder=str(tmp_path), kv_bytes=10_000_000), "cpu", 1, lambda: None
-        )
-    assert runner.kv_layout.startswith("kv-float32")
+        runner = open_model(ModelSpec(name="m", folder=str(tmp_path), kv_bytes=10_000_000), "cpu", 1, lambda: None)
+    assert runner.paged.layout.name.startswith("kv-float32")
     assert "torch.bfloat16" not in caplog.text
 
 
 def test_the_pool_holds_one_context_at_least_and_all_sequences_at_most(folders: dict[str, Path]) -> None:
     context_blocks = CONTEXT_TOKENS // BLOCK_TOKENS
-    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1).blocks == context_blocks
-    assert open_small(folders["qwen3"], kv_bytes=None, sequences=3).blocks == 3 * context_blocks
-    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1, context_tokens=64).blocks == 4
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1).paged.layout.blocks == context_blocks
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=3).paged.layout.blocks == 3 * context_blocks
+    assert open_small(folders["qwen3"], kv_bytes=None, sequences=1, context_tokens=64).paged.layout.blocks == 4
 
 
 @pytest.mark.parametrize(
@@ -231,7 +236,7 @@ def test_launch_asserts_that_the_step_is_within_the_model_and_the_pool(
 ) -> None:
     runner = open_small(folders["qwen3"])
     with pytest.raises(AssertionError, match="past the"):
-        runner.launch(pack_step([item], BLOCK_TOKENS))
+        runner.executor.launch(pack_step([item], BLOCK_TOKENS))
 
 
 # Asleep and awake again
@@ -243,31 +248,31 @@ def test_what_wakes_says_the_same_and_reads_the_kv_that_was_kept(
     folders: dict[str, Path], name: str, dtype: str
 ) -> None:
     runner = open_small(folders[name], dtype=dtype, kv_bytes=24 << 20)
-    prompt = np.random.default_rng(3).integers(10, runner.vocabulary, 120).tolist()
+    prompt = np.random.default_rng(3).integers(10, runner.executor.limits.vocabulary, 120).tolist()
     table = list(range(40, 60))
     expected = write(runner, prompt, table, GREEDY, 12)
-    layers = [rows.view(runner.blocks + 1, -1)[40:47].clone() for rows in runner.place.pool.layers]
+    layers = [rows.view(runner.paged.layout.blocks + 1, -1)[40:47].clone() for rows in runner.paged.pool.layers]
     for cycle in range(3):
-        moved = runner.sleep(table[:7])
-        assert (runner.mapped, moved) == ([], sum(rows.nbytes for rows in layers))
-        assert runner.sizes().kept_bytes == moved
-        runner.wake(range(4), restored := list(range(cycle, cycle + 14, 2)))
-        assert runner.arrived()
-        for before, after in zip(layers, runner.place.pool.layers, strict=True):
-            assert torch.equal(before, after.view(runner.blocks + 1, -1)[restored])
+        moved = runner.sleeper.sleep(table[:7])
+        assert (runner.paged.mapped, moved) == ([], sum(rows.nbytes for rows in layers))
+        assert runner.sleeper.usage().host_kv_bytes == moved
+        runner.sleeper.wake(range(4), restored := list(range(cycle, cycle + 14, 2)))
+        assert runner.sleeper.arrived()
+        for before, after in zip(layers, runner.paged.pool.layers, strict=True):
+            assert torch.equal(before, after.view(runner.paged.layout.blocks + 1, -1)[restored])
         table = restored + list(range(20, 33))
         assert write(runner, prompt, table, GREEDY, 12, computed=112) == expected
-    runner.place.pool.check()
+    runner.paged.pool.check()
 
 
 def test_kept_kv_that_is_erased_asleep_comes_back_as_nothing(folders: dict[str, Path]) -> None:
     runner = open_small(folders["qwen3"])
     write(runner, list(range(2, 50)), [5, 6, 7, 8], GREEDY, 2)
-    runner.sleep([5, 6, 7])
-    runner.erase([6])
-    runner.wake(range(2), [1, 2, 3])
-    for rows in runner.place.pool.layers:
-        blocks = rows.view(runner.blocks + 1, -1)
+    runner.sleeper.sleep([5, 6, 7])
+    runner.paged.zero([6])
+    runner.sleeper.wake(range(2), [1, 2, 3])
+    for rows in runner.paged.pool.layers:
+        blocks = rows.view(runner.paged.layout.blocks + 1, -1)
         assert [bool(blocks[block].any()) for block in (1, 2, 3)] == [True, False, True]
 
 
@@ -275,44 +280,46 @@ def test_blocks_that_moved_are_read_where_they_are(folders: dict[str, Path]) -> 
     runner = open_small(folders["qwen3"])
     prompt = list(range(2, 50))
     expected = write(runner, prompt, [5, 6, 7, 8], GREEDY, 9)
-    runner.copy([5, 6, 7], [20, 9, 21])
-    runner.erase([])
-    runner.erase([5, 6])
+    runner.paged.copy([5, 6, 7], [20, 9, 21])
+    runner.paged.zero([])
+    runner.paged.zero([5, 6])
     assert write(runner, prompt, [20, 9, 21, 30], GREEDY, 9, computed=47) == expected
 
 
 def test_sizes_say_what_is_held_awake_and_asleep(folders: dict[str, Path]) -> None:
-    runner = DecoderRunner.open(
-        spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0
+    runner = open_model(spec(folders["qwen3"], sequences=4, kv_bytes=None), "cpu", 1, lambda: None, device_bytes=0)
+    held = runner.sleeper.usage()
+    assert (
+        len(runner.paged.mapped)
+        == runner.paged.layout.min_extents
+        < len(range(0, runner.paged.layout.blocks, runner.paged.layout.extent_blocks))
     )
-    held = runner.sizes()
-    assert len(runner.mapped) == held.extents_least < len(range(0, runner.blocks, runner.extent_blocks))
-    assert held.extents_least * runner.extent_blocks >= CONTEXT_TOKENS // BLOCK_TOKENS
-    assert held.device_bytes == held.least_bytes == held.weights_bytes + held.kv_bytes
-    runner.map([len(runner.mapped)])
-    assert runner.sizes().device_bytes == held.device_bytes + held.extent_bytes
-    runner.sleep([])
-    asleep = runner.sizes()
-    assert (asleep.device_bytes, asleep.kv_bytes, asleep.kept_bytes) == (0, 0, 0)
-    assert (asleep.least_bytes, asleep.most_bytes) == (held.least_bytes, held.most_bytes)
+    assert runner.paged.layout.min_extents * runner.paged.layout.extent_blocks >= CONTEXT_TOKENS // BLOCK_TOKENS
+    assert held.device_bytes == held.min_bytes == held.weights_bytes + held.kv_bytes
+    runner.paged.map([len(runner.paged.mapped)])
+    assert runner.sleeper.usage().device_bytes == held.device_bytes + runner.paged.layout.extent_bytes
+    runner.sleeper.sleep([])
+    asleep = runner.sleeper.usage()
+    assert (asleep.device_bytes, asleep.kv_bytes, asleep.host_kv_bytes) == (0, 0, 0)
+    assert (asleep.min_bytes, asleep.max_bytes) == (held.min_bytes, held.max_bytes)
 
 
 def test_random_weights_are_made_again_as_they_were(folders: dict[str, Path]) -> None:
     runner = open_small(folders["qwen3"], random_weights=True)
     expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
-    runner.sleep([])
-    runner.wake([0], [])
+    runner.sleeper.sleep([])
+    runner.sleeper.wake([0], [])
     assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
 
 
 def test_the_built_in_model_wakes_within_three_tenths_of_a_second() -> None:
     """Of this process's own time, the least of some: who else computes here meanwhile is not its fault."""
-    runner = DecoderRunner.open(ModelSpec(name="m", folder=str(EMBER), kv_bytes=24 << 20), "cpu", 1, lambda: None)
+    runner = open_model(ModelSpec(name="m", folder=str(EMBER), kv_bytes=24 << 20), "cpu", 1, lambda: None)
     took = []
     for _ in range(5):
-        runner.sleep([])
+        runner.sleeper.sleep([])
         began = time.process_time()
-        runner.wake([0], [])
+        runner.sleeper.wake([0], [])
         took.append(time.process_time() - began)
     assert min(took) < 0.3, took
 
@@ -323,22 +330,22 @@ def test_what_sleeps_gives_its_memory_back_and_takes_no_more_after_many_cycles(t
     (tmp_path / "config.json").write_text(json.dumps(config))
     program = """
 import json, sys, psutil, torch
-from engine.execution.open import Runner
-from engine.protocol.frames import ModelSpec
+from engine.execution.open import inference_mode, open_model
+from engine.protocol.specs import ModelSpec
 resident = lambda: psutil.Process().memory_info().rss
 model = ModelSpec(name="m", folder=sys.argv[1], random_weights=True, dtype="float32", kv_bytes=64 << 20)
-runner = Runner.open(model, "cpu", 1, lambda: None)
-with torch.inference_mode():
-    for rows in runner.place.pool.layers:
-        rows[: runner.blocks * runner.block_tokens] = 1
-extents, awake = runner.mapped, [resident()]
+inference_mode().__enter__()
+runner = open_model(model, "cpu", 1, lambda: None)
+for rows in runner.paged.pool.layers:
+    rows[: runner.paged.layout.blocks * runner.paged.layout.block_tokens] = 1
+extents, awake = runner.paged.mapped, [resident()]
 asleep = []
 for _ in range(3):
-    runner.sleep([])
+    runner.sleeper.sleep([])
     asleep.append(resident())
-    runner.wake(extents, [])
+    runner.sleeper.wake(extents, [])
     awake.append(resident())
-print(json.dumps([runner.sizes().weights_bytes, runner.sizes().kv_bytes, awake, asleep]))
+print(json.dumps([runner.sleeper.usage().weights_bytes, runner.sleeper.usage().kv_bytes, awake, asleep]))
 """
     ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     weights_bytes, kv_bytes, awake, asleep = json.loads(ran.stdout)
@@ -354,16 +361,16 @@ def test_a_folder_that_changed_or_is_gone_is_not_woken_and_sleeps_as_before(
     shutil.copytree(folders["qwen3"], tmp_path, dirs_exist_ok=True)
     runner = open_small(tmp_path)
     expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
-    runner.sleep([0])
+    runner.sleeper.sleep([0])
     held = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(held[:-1] + bytes([held[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="changed"):
-        runner.wake([0], [0])
+        runner.sleeper.wake([0], [0])
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):
-        runner.wake([0], [0])
+        runner.sleeper.wake([0], [0])
     (tmp_path / "model.safetensors").write_bytes(held)
-    runner.wake([0], [0])
+    runner.sleeper.wake([0], [0])
     assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
 
 
@@ -373,12 +380,12 @@ def test_without_memory_it_neither_wakes_nor_sleeps_and_is_as_before(
     runner = open_small(folders["qwen3"])
     expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_runner, "available_bytes", lambda: 10)
+        patch.setattr(cpu_memory, "available_memory_bytes", lambda: 10)
         with pytest.raises(OutOfHostMemory):
-            runner.sleep([0])
+            runner.sleeper.sleep([0])
         assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
-        runner.sleep([])
+        runner.sleeper.sleep([])
         with pytest.raises(OutOfDeviceMemory):
-            runner.wake([0], [])
-    runner.wake([0], [])
+            runner.sleeper.wake([0], [])
+    runner.sleeper.wake([0], [])
     assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected

@@ -9,12 +9,14 @@ import msgspec
 import pytest
 
 from engine.bench.geometries import write_folder
-from engine.execution import open
+from engine.execution import dtype_select, open
 from engine.execution.artifact_keys import CpuArtifact, cpu_artifacts
 from engine.execution.warmup import main, warm_up
 from engine.models.config import read_decoder_config
 from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_a_dtype_that_is_said_leaves_nothing_to_find_out(model: ModelSpec) -> No
 
 def test_a_start_takes_over_what_was_found(model: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up(model, "cpu", opening=True)
-    monkeypatch.setattr(open, "fastest_dtype", lambda config: pytest.fail("it measures again"))
+    monkeypatch.setattr(dtype_select, "measure_fastest_dtype", lambda config: pytest.fail("it measures again"))
     open.open_model(model, "cpu", None, lambda: None)
 
 
@@ -56,7 +58,7 @@ def test_a_dtype_that_another_start_chose_is_taken(model: ModelSpec) -> None:
             msgspec.convert({"dtype": chosen}, CpuArtifact)
         )
         opened = open.open_model(model, "cpu", None, lambda: None)
-        assert chosen in opened.kv_layout
+        assert chosen in opened.paged.layout.name
 
 
 def test_a_folder_that_is_no_model_is_an_error_in_words(model: ModelSpec, capsys: pytest.CaptureFixture[str]) -> None:

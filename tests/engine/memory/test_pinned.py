@@ -48,7 +48,7 @@ def test_where_the_host_is_short_or_the_driver_refuses_nothing_is_added() -> Non
     memory = PinnedMemory(driver, 2 * PIECE_BYTES)
     memory.grow().fill_(3)
     with (
-        patch.object(pinned, "available_bytes", return_value=PIECE_BYTES + (1 << 30) - 1),
+        patch.object(pinned, "available_memory_bytes", return_value=PIECE_BYTES + (1 << 30) - 1),
         pytest.raises(OutOfHostMemory),
     ):
         memory.grow()

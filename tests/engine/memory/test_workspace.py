@@ -15,7 +15,7 @@ def test_on_a_cpu_there_is_nothing_to_close() -> None:
     workspace = Workspace(Arena.of(torch.device("cpu")), torch.device("cpu"))
     workspace.close()
     with workspace.entered():
-        assert (workspace.bytes, workspace.graphs) == (0, None)
+        assert (workspace.bytes, workspace.graph_pool) == (0, None)
 
 
 @pytest.mark.gpu
@@ -30,7 +30,7 @@ def test_what_is_closed_is_given_back_whoever_still_refers_to_it() -> None:
     for _ in range(2):
         workspace.close()
         assert arena.mapped_bytes == 0
-        assert workspace.graphs is None
+        assert workspace.graph_pool is None
     del ones
     ones = torch.ones(512, 512, device=GPU)
     assert torch.equal((ones @ ones).cpu(), wanted)

@@ -86,14 +86,14 @@ def test_a_vector_that_is_not_finite_is_told(tmp_path: Path) -> None:
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[7] = 3e38
     runner = open_encoder(saved(model, tmp_path))
-    landed = runner.launch(pack_texts([[8, 9], [7, 9]], [Pooling.MEAN] * 2)).wait()
+    landed = runner.executor.launch(pack_texts([[8, 9], [7, 9]], [Pooling.MEAN] * 2)).wait()
     assert landed.tokens_R.tolist() == [0, -1]
 
 
 def test_a_step_beats_after_every_layer(tmp_path: Path) -> None:
     runner = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
     beats: list[int] = []
-    runner._beat = lambda: beats.append(1)
+    runner.executor._beat = lambda: beats.append(1)
     vectors(runner, _texts([3, 4]), Pooling.MEAN)
     assert len(beats) == 3
 

@@ -96,5 +96,5 @@ def test_a_reranker_gives_scores_alone_and_others_vectors_alone(tmp_path: Path) 
 
 def test_a_real_checkpoint_with_its_positions_written_out_is_read() -> None:
     runner = open_encoder(minilm.folder())
-    assert runner.context_tokens == 512
+    assert runner.executor.limits.context_tokens == 512
     assert vectors(runner, [[101, 7592, 102]], Pooling.MEAN).shape == (1, 384)

@@ -18,6 +18,8 @@ from tests.support.small_models import (
     shuffled_tables,
 )
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 GREEDY = SamplingParams()
 TOLERANCE = 1e-4
 
@@ -30,13 +32,13 @@ def family(request: pytest.FixtureRequest) -> str:
 
 def test_logits_agree_with_the_reference_library_packed_chunked_and_paged(family: str, tmp_path: Path) -> None:
     reference = reference_model(family)
-    runner = open_small(saved(reference, tmp_path))
-    poison(runner)
+    model = open_small(saved(reference, tmp_path))
+    poison(model)
     rng = np.random.default_rng(7)
     lengths = [1, 5, 70, 150, 600]
     texts = [
-        Text(rng.integers(0, runner.vocabulary, length).tolist(), table)
-        for length, table in zip(lengths, shuffled_tables(runner, lengths, seed=3), strict=True)
+        Text(rng.integers(0, model.executor.limits.vocabulary, length).tolist(), table)
+        for length, table in zip(lengths, shuffled_tables(model, lengths, seed=3), strict=True)
     ]
     with torch.no_grad():
         expected = [reference(torch.tensor([text.ids])).logits[0] for text in texts]
@@ -49,8 +51,8 @@ def test_logits_agree_with_the_reference_library_packed_chunked_and_paged(family
             if left:
                 slices.append(text.slice(min(left, int(rng.choice([1, 1, 3, 16, 17, 90, 250]))), GREEDY))
                 rows.append(wanted[text.computed - 1])
-        difference = (logits(runner, slices) - torch.stack(rows)).abs().max().item()
+        difference = (logits(model, slices) - torch.stack(rows)).abs().max().item()
         assert difference <= TOLERANCE
         compared += len(rows)
     assert compared >= len(texts) * 3
-    runner.place.pool.check()
+    model.paged.pool.check()

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from engine.execution.open import DecoderRunner
+from engine.execution.open import open_model
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
@@ -15,7 +15,10 @@ from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_budget import SchedulerConfig
 from engine.scheduling.validation import RequestValidator
+from engine.step.executor import LoadedModel
 from prefixcache.tree import PrefixTree
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 BLOCK_TOKENS = 16
 SYSTEM = [int(37 * i * i + 11 * i + 300) % 4000 for i in range(70)]
@@ -29,21 +32,21 @@ OUTPUT = 40
 
 
 @pytest.fixture(scope="module")
-def runner() -> DecoderRunner:
+def runner() -> LoadedModel:
     spec = ModelSpec(
         name="ember",
-        folder=str(files("engine") / "ember" / "model"),
+        folder=str(files("engine") / "builtin_model"),
         dtype="float32",
         kv_bytes=64 << 20,
         block_tokens=BLOCK_TOKENS,
     )
-    return DecoderRunner.open(spec, "cpu", 1, lambda: None)
+    return open_model(spec, "cpu", 1, lambda: None)
 
 
 class Turns:
     """The replica's loop without sockets."""
 
-    def __init__(self, runner: DecoderRunner, blocks: int, step_tokens: int) -> None:
+    def __init__(self, runner: LoadedModel, blocks: int, step_tokens: int) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
             KVManager(PrefixTree(blocks, BLOCK_TOKENS, lambda: 0.0), BlockPool(blocks)),
@@ -51,7 +54,7 @@ class Turns:
             clock=lambda: 0.0,
         )
         self.door = RequestValidator(
-            runner.revision, runner.kv_layout, BLOCK_TOKENS, 512, runner.vocabulary, frozenset()
+            runner.revision, runner.paged.layout.name, BLOCK_TOKENS, 512, runner.executor.limits.vocabulary, frozenset()
         )
         self.texts: dict[int, list[int]] = {}
 
@@ -63,7 +66,7 @@ class Turns:
 
     def run(self) -> dict[int, list[int]]:
         while (plan := self.scheduler.next_batch()) is not None:
-            self.scheduler.commit(plan, self.runner.launch(plan.packed).wait())
+            self.scheduler.commit(plan, self.runner.executor.launch(plan.packed).wait())
             for progress in self.scheduler.intake.outputs.take().values():
                 for id, token in zip(progress.ids, array("I", progress.tokens), strict=True):
                     self.texts[id].append(token)
@@ -72,7 +75,7 @@ class Turns:
 
 
 @pytest.fixture(scope="module")
-def alone(runner: DecoderRunner) -> list[list[int]]:
+def alone(runner: LoadedModel) -> list[list[int]]:
     """Each text from a scheduler and a cache of its own, its prompt in one piece."""
     texts = []
     for number, prompt in enumerate(PROMPTS):
@@ -84,7 +87,7 @@ def alone(runner: DecoderRunner) -> list[list[int]]:
 
 @pytest.mark.parametrize(("blocks", "step_tokens"), [(64, 512), (64, 20), (10, 48)])
 def test_text_is_the_same_in_company_in_pieces_and_after_preemption(
-    runner: DecoderRunner, alone: list[list[int]], blocks: int, step_tokens: int
+    runner: LoadedModel, alone: list[list[int]], blocks: int, step_tokens: int
 ) -> None:
     turns = Turns(runner, blocks, step_tokens)
     for number, prompt in enumerate(PROMPTS):
@@ -96,7 +99,7 @@ def test_text_is_the_same_in_company_in_pieces_and_after_preemption(
     assert (counters.get("preemptions", 0) > 0) == (blocks == 10)
 
 
-def test_text_is_the_same_behind_a_cached_prefix(runner: DecoderRunner, alone: list[list[int]]) -> None:
+def test_text_is_the_same_behind_a_cached_prefix(runner: LoadedModel, alone: list[list[int]]) -> None:
     turns = Turns(runner, blocks=64, step_tokens=512)
     for turn in range(2):
         for number, prompt in enumerate(PROMPTS):

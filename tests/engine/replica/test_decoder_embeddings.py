@@ -12,16 +12,19 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from engine.execution.open import DecoderRunner, open_model
-from engine.execution.step_loop import StepLoop, open_scheduler
+from engine.execution.open import open_model
+from engine.execution.step_loop import StepLoop
 from engine.models.config import ModelConfigError
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import FinishReason, Pooling, RejectReason, SamplingParams, Scope, ScopeKind
-from engine.scheduling.validation import RequestValidator, SubmitRejected
-from engine.step.layout import SequenceSlice, pack_step, unpack_step
+from engine.replica.open_scheduler import max_sequence_tokens, open_scheduler, open_validator
+from engine.scheduling.validation import SubmitRejected
+from engine.step.layout import SequenceSlice, pack_step
 from tests.engine.execution.test_gpu_runner import interpreted
 from tests.support.small_models import BLOCK_TOKENS, FAMILIES, open_small, reference_model, saved, spec
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 TENANT = Scope(ScopeKind.TENANT, b"t" * 16)
 
@@ -31,19 +34,9 @@ class Served:
 
     def __init__(self, model: ModelSpec, device: str = "cpu") -> None:
         opened = open_model(model, device, 1, lambda: None)
-        assert isinstance(opened, DecoderRunner)
-        self.runner = opened
         self.scheduler = open_scheduler(opened, model, lambda: 0.0)
-        self.loop = StepLoop(opened, self.scheduler)
-        self.door = RequestValidator(
-            opened.revision,
-            opened.kv_layout,
-            opened.block_tokens,
-            min(opened.context_tokens, opened.blocks * opened.block_tokens),
-            opened.vocabulary,
-            frozenset(opened.stop_ids),
-            poolings=opened.poolings,
-        )
+        self.loop = StepLoop(opened.executor, self.scheduler, opened.paged)
+        self.door = open_validator(opened, model, max_sequence_tokens(opened, 0))
         self.cached: dict[int, int] = {}
         self._next = 0
 
@@ -73,7 +66,6 @@ def _texts(lengths: Sequence[int]) -> list[list[int]]:
     return [[pick.randrange(2, 160) for _ in range(length)] for length in lengths]
 
 
-@torch.inference_mode()
 def _reference(model: PreTrainedModel, tokens: Sequence[int]) -> NDArray[np.float32]:
     found: NDArray[np.float32] = model.model(torch.tensor([tokens])).last_hidden_state[0, -1].numpy()
     return found
@@ -157,7 +149,7 @@ def test_n_and_max_tokens_mean_nothing_for_a_vector(tmp_path: Path) -> None:
 def test_a_model_without_head_is_not_asked_for_text(tmp_path: Path) -> None:
     AutoModel.from_config(FAMILIES["qwen3"]()).save_pretrained(tmp_path)
     with pytest.raises(ModelConfigError, match="Text Embeddings"):
-        DecoderRunner.open(spec(tmp_path), "cpu", 1, lambda: None)
+        open_model(spec(tmp_path), "cpu", 1, lambda: None)
 
 
 def test_a_device_gives_the_vectors_that_a_host_does(tmp_path: Path) -> None:
@@ -165,11 +157,10 @@ def test_a_device_gives_the_vectors_that_a_host_does(tmp_path: Path) -> None:
     host = open_small(folder, vectors=True)
     device = interpreted(folder, vectors=True)
     texts = _texts([3, 20])
-    with torch.inference_mode():
-        packed = pack_step(
-            [SequenceSlice(text, 0, [4 * i, 4 * i + 1], SamplingParams()) for i, text in enumerate(texts)], BLOCK_TOKENS
-        )
-        expected, found = host.launch(packed).wait(), device.launch(packed, unpack_step(packed)).wait()
+    packed = pack_step(
+        [SequenceSlice(text, 0, [4 * i, 4 * i + 1], SamplingParams()) for i, text in enumerate(texts)], BLOCK_TOKENS
+    )
+    expected, found = host.executor.launch(packed).wait(), device.executor.launch(packed).wait()
     assert expected.vectors_RH is not None
     assert found.vectors_RH is not None
     assert found.tokens_R.tolist() == [0, 0]
@@ -180,7 +171,7 @@ def test_the_head_is_not_loaded(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama 2"]())
     folder = saved(model, tmp_path)
     bytes_of = {
-        vectors: DecoderRunner.open(spec(folder, vectors=vectors), "cpu", 1, lambda: None).memory.weights_bytes
+        vectors: open_model(spec(folder, vectors=vectors), "cpu", 1, lambda: None).report.weights_bytes
         for vectors in (False, True)
     }
     assert bytes_of[False] - bytes_of[True] == model.lm_head.weight.nbytes

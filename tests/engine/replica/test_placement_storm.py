@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.open import DecoderRunner
+from engine.execution.open import inference_mode, open_model
 from engine.process.heartbeat import Heartbeat
 from engine.protocol.connection import listen
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import FinishReason, Residency, SamplingParams, SchedulingTerms, Scope
-from engine.replica.server import Replica, ReplicaLimits
+from engine.replica.replica import Replica, ReplicaLimits
 from engine.structured_output.manager import StructuredOutputManager
 from tests.engine.replica.test_server import TENANT_A, TENANT_B, Peer, finished
 from tests.support.small_models import reference_model, saved, spec
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 REQUESTS = 30
 PUBLIC = list(range(2, 34))
@@ -32,15 +34,19 @@ class Served:
         address = f"unix:{folder / 'r'}"
         model = spec(saved(reference_model("qwen3"), folder), context_tokens=256, kv_bytes=4 << 20, sequences=8,
                      public_prefixes=[PUBLIC])  # fmt: skip
-        self.runner = DecoderRunner.open(model, "cpu", 1, lambda: None)
+        self.runner = open_model(model, "cpu", 1, lambda: None)
         told = ReplicaSpec(model=model, address=address, pulse=str(folder / "pulse"), boot=1)
         self.replica = Replica(
             told, self.runner, grammars, Heartbeat.create(told.pulse), listen(address), ReplicaLimits(), lambda: False,
             time.monotonic,
         )  # fmt: skip
         self.address = address
-        self._thread = threading.Thread(target=self.replica.run)
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    def _run(self) -> None:
+        with inference_mode():  # a thread has its own
+            self.replica.run()
 
     def end(self) -> None:
         """It may sleep, and ends anyway; then all its blocks are accounted for."""
@@ -48,7 +54,7 @@ class Served:
         self._thread.join(10)
         assert not self._thread.is_alive()
         self.replica._scheduler.check()
-        self.runner.place.pool.check()
+        self.runner.paged.pool.check()
 
 
 @pytest.fixture
@@ -82,14 +88,14 @@ def submit(peer: Peer, id: int) -> None:
 def answers(served: Served, rng: random.Random | None = None) -> dict[int, list[int]]:
     """Of all requests; with `rng` a machine places the replica at random as they are sent, and then on its device."""
     gateway, machine = Peer(served.address), Peer(served.address)
-    sizes = served.runner.sizes()
+    sizes = served.runner.sleeper.usage()
     ids = range(1, REQUESTS + 1)
     for id in ids:
         submit(gateway, id)
         for _ in range(0 if rng is None else 5):
             assert rng is not None
             residency = rng.choice([Residency.MEMORY, Residency.DEVICE])
-            size = rng.choice([None, rng.randrange(sizes.most_bytes)])
+            size = rng.choice([None, rng.randrange(sizes.max_bytes)])
             machine.place(residency, size, rng.choice([0, 0, 20]))
             gateway.read(0.01)
     machine.place(Residency.DEVICE)

@@ -11,8 +11,6 @@ from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.frames import PlacementStatus, SetPlacement
 from engine.protocol.types import Residency, SchedulingTerms, Scope, ScopeKind
 from engine.replica.sleep_wake import EXTENTS_AT_ONCE, SleepController
-from engine.step.executor import InflightStep, MemoryUsage
-from engine.step.layout import Int32s
 from engine.weights.checkpoint import CheckpointError
 from tests.engine.scheduling.simulation.replica import Simulation
 
@@ -25,15 +23,13 @@ PIECE_BYTES = 1 << 20
 
 
 class Moving:
-    """The simulation's runner, whose moves may take looks, or fail once."""
+    """The simulation's memory, whose moves may take looks, or fail once."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
         self._stamps = simulation.stamps
-        self.blocks, self.extent_blocks = simulation.blocks, simulation.extent_blocks
-        self.block_tokens, self.depth, self.costs = simulation.block_tokens, simulation.depth, simulation.costs
-        self.step_tokens, self.prompt_step_tokens = simulation.step_tokens, simulation.prompt_step_tokens
-        self.sequences = simulation.sequences
+        self.layout = simulation.stamps.layout
+        self.zero, self.copy = simulation.stamps.zero, simulation.stamps.copy
+        self.usage = simulation.stamps.usage
         self.of_device: Exception | None = None  # what the next that takes memory of it fails with
         self.of_host: Exception | None = None
         self.looks = 0  # until all has arrived
@@ -43,18 +39,6 @@ class Moving:
     @property
     def mapped(self) -> list[int]:
         return self._stamps.mapped
-
-    def launch(self, packed: Int32s) -> InflightStep:
-        return self._simulation.launch(packed)
-
-    def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
-        self._simulation.sample(flight, masks_MW)
-
-    def erase(self, blocks: Items[int]) -> None:
-        self._stamps.erase(blocks)
-
-    def copy(self, sources: Items[int], targets: Items[int]) -> None:
-        self._stamps.copy(sources, targets)
 
     def map(self, extents: Items[int]) -> None:
         self._take()
@@ -71,23 +55,20 @@ class Moving:
         self.unprepared -= 1
         return PIECE_BYTES
 
-    def sleep(self, kept: Items[int]) -> int:
+    def sleep(self, keep: Items[int]) -> int:
         assert not self.unprepared, "the replica would not answer while all that is copied"
         error, self.of_host = self.of_host, None
         if error is not None:
             raise error
-        return self._stamps.sleep(kept)
+        return self._stamps.sleep(keep)
 
-    def wake(self, extents: Items[int], restored: Items[int]) -> int:
+    def wake(self, extents: Items[int], restore: Items[int]) -> int:
         self._take()
-        return self._stamps.wake(extents, restored)
+        return self._stamps.wake(extents, restore)
 
     def arrived(self) -> bool:
         self.looks -= 1
         return self.looks < 0
-
-    def sizes(self) -> MemoryUsage:
-        return self._stamps.sizes()
 
     def _take(self) -> None:
         error, self.of_device = self.of_device, None
@@ -103,16 +84,17 @@ class House:
             blocks=96, block_tokens=BLOCK_TOKENS, context_tokens=96, depth=depth, extent_blocks=EXTENT_BLOCKS,
             mapped=range(mapped), least=24, **sizes,  # type: ignore[arg-type]
         )  # fmt: skip
-        self.runner = Moving(self.simulation)
-        self.standby = SleepController(
-            self.runner, self.simulation.scheduler, self.simulation.loop, kept_bytes, lambda: self.simulation.seconds
+        simulation = self.simulation
+        self.memory = Moving(simulation)
+        self.controller = SleepController(
+            self.memory, self.memory, simulation.scheduler, simulation.loop, kept_bytes, lambda: simulation.seconds
         )
         self.told: list[PlacementStatus] = []
 
     def turn(self) -> None:
         """As a replica's."""
         resting = self.simulation.loop.idle or not self.simulation.loop.turn()
-        placed = self.standby.step(resting)
+        placed = self.controller.step(resting)
         if placed is not None:
             self.told.append(placed)
         self.simulation.loop.sweep()
@@ -120,7 +102,7 @@ class House:
 
     def place(self, residency: Residency, device_bytes: int | None = None, drain_ms: int = 0) -> PlacementStatus:
         """What it comes to."""
-        self.standby.order(SetPlacement(residency, device_bytes, drain_ms))
+        self.controller.order(SetPlacement(residency, device_bytes, drain_ms))
         before = len(self.told)
         for _ in range(1000):
             self.turn()
@@ -182,7 +164,7 @@ def test_a_place_on_the_device_ends_a_drain() -> None:
     for id in (1, 2):
         house.simulation.submit(id, PROMPT, max_tokens=20)
     house.turn()
-    house.standby.order(SetPlacement(MEMORY, drain_ms=1_000_000))
+    house.controller.order(SetPlacement(MEMORY, drain_ms=1_000_000))
     for _ in range(3):
         house.turn()
     assert not house.told
@@ -214,11 +196,11 @@ def test_what_was_kept_comes_back_within_what_it_may_hold() -> None:
         house.simulation.submit(id, list(range(100 * id, 100 * id + 60)), scope=TENANT)
         house.finish()
     house.place(MEMORY)
-    house.runner.looks = 5
-    house.standby.order(SetPlacement(DEVICE, 3 * EXTENT_BYTES))
+    house.memory.looks = 5
+    house.controller.order(SetPlacement(DEVICE, 3 * EXTENT_BYTES))
     house.turn()
-    assert house.standby.residency == DEVICE
-    assert house.runner.mapped == [0, 1, 2]
+    assert house.controller.residency == DEVICE
+    assert house.memory.mapped == [0, 1, 2]
     house.finish()
 
 
@@ -241,10 +223,10 @@ def test_too_little_host_memory_leaves_it_awake_with_all_that_it_had() -> None:
     house.finish()
     house.simulation.submit(2, PROMPT, max_tokens=30)
     house.turn()
-    house.runner.of_host = OutOfHostMemory("told to")
+    house.memory.of_host = OutOfHostMemory("told to")
     placed = house.place(MEMORY)
     assert (placed.residency, placed.problem) == (DEVICE, "told to")
-    assert house.runner.mapped == list(range(5))
+    assert house.memory.mapped == list(range(5))
     (again,) = house.simulation.submit(3, list(range(1, 34)), scope=TENANT)
     house.finish()
     assert again.started is not None
@@ -253,13 +235,13 @@ def test_too_little_host_memory_leaves_it_awake_with_all_that_it_had() -> None:
 
 def test_what_the_host_has_no_copy_of_is_copied_turn_by_turn_before_it_sleeps() -> None:
     house = House()
-    house.runner.unprepared = 3
-    house.standby.order(SetPlacement(MEMORY))
+    house.memory.unprepared = 3
+    house.controller.order(SetPlacement(MEMORY))
     for _ in range(3):
         house.turn()
-        assert house.standby.residency == DEVICE
+        assert house.controller.residency == DEVICE
     house.turn()
-    assert house.standby.residency == MEMORY
+    assert house.controller.residency == MEMORY
     assert house.told[-1].moved_bytes == 3 * PIECE_BYTES
 
 
@@ -269,7 +251,7 @@ def test_a_wake_that_fails_leaves_it_asleep_and_what_waits_waits(error: Exceptio
     house.simulation.submit(1, PROMPT, max_tokens=30)
     house.turn()
     house.place(MEMORY)
-    house.runner.of_device = error
+    house.memory.of_device = error
     placed = house.place(DEVICE)
     assert (placed.residency, placed.problem, placed.device_bytes) == (MEMORY, "told to", 0)
     assert house.simulation.scheduler.load(False).waiting == 1
@@ -281,11 +263,11 @@ def test_it_serves_while_the_rest_is_on_its_way_and_tells_when_that_is_there() -
     house = House()
     house.place(MEMORY)
     (entry,) = house.simulation.submit(1, PROMPT, max_tokens=30)
-    house.runner.looks = 4
-    house.standby.order(SetPlacement(DEVICE))
+    house.memory.looks = 4
+    house.controller.order(SetPlacement(DEVICE))
     house.turn()
-    assert (house.standby.residency, house.standby.settled) == (DEVICE, False)
-    assert 0 < house.standby.pause_s(0.5) < 0.01
+    assert (house.controller.residency, house.controller.settled) == (DEVICE, False)
+    assert 0 < house.controller.pause_s(0.5) < 0.01
     for _ in range(3):
         house.turn()
     assert len(house.told) == 1, "of falling asleep"
@@ -293,24 +275,24 @@ def test_it_serves_while_the_rest_is_on_its_way_and_tells_when_that_is_there() -
     for _ in range(3):
         house.turn()
     assert [each.residency for each in house.told] == [MEMORY, DEVICE]
-    assert house.standby.settled
-    assert house.standby.pause_s(0.5) == 0.5
+    assert house.controller.settled
+    assert house.controller.pause_s(0.5) == 0.5
     house.finish()
 
 
 def test_the_newest_place_wins_and_a_wake_under_way_ends_before_it() -> None:
     house = House()
     house.place(MEMORY)
-    house.runner.looks = 3
+    house.memory.looks = 3
     for residency in (DEVICE, MEMORY, DEVICE, MEMORY):
-        house.standby.order(SetPlacement(residency))
+        house.controller.order(SetPlacement(residency))
     house.turn()
     assert [each.residency for each in house.told] == [MEMORY, MEMORY]
-    house.standby.order(SetPlacement(DEVICE))
+    house.controller.order(SetPlacement(DEVICE))
     house.turn()
-    house.standby.order(SetPlacement(MEMORY))
+    house.controller.order(SetPlacement(MEMORY))
     house.turn()
-    assert house.standby.residency == DEVICE, "its weights are on their way"
+    assert house.controller.residency == DEVICE, "its weights are on their way"
     for _ in range(4):
         house.turn()
     assert [each.residency for each in house.told] == [MEMORY] * 3
@@ -322,11 +304,11 @@ def test_the_pool_grows_and_shrinks_some_extents_at_a_time_while_others_run() ->
         house.simulation.submit(id, list(range(1, 30)), scope=TENANT, max_tokens=60)
     house.turn()
     assert house.place(DEVICE, 11 * EXTENT_BYTES).device_bytes == 11 * EXTENT_BYTES
-    assert house.runner.mapped_at_once == [4, 4]
-    house.runner.mapped_at_once.clear()
+    assert house.memory.mapped_at_once == [4, 4]
+    house.memory.mapped_at_once.clear()
     assert house.place(DEVICE, 7 * EXTENT_BYTES).kv_bytes == 7 * EXTENT_BYTES
-    assert sum(house.runner.mapped_at_once) == 4
-    assert max(house.runner.mapped_at_once) <= EXTENTS_AT_ONCE
+    assert sum(house.memory.mapped_at_once) == 4
+    assert max(house.memory.mapped_at_once) <= EXTENTS_AT_ONCE
     house.finish()
 
 
@@ -351,7 +333,7 @@ def test_it_never_shrinks_below_what_one_context_takes_nor_below_what_runs() -> 
 
 def test_without_device_memory_it_keeps_what_it_has() -> None:
     house = House(mapped=3)
-    house.runner.of_device = OutOfDeviceMemory("told to")
+    house.memory.of_device = OutOfDeviceMemory("told to")
     placed = house.place(DEVICE, 1 << 30)
     assert (placed.residency, placed.problem, placed.kv_bytes) == (DEVICE, "told to", 3 * EXTENT_BYTES)
     assert house.place(DEVICE, 1 << 30).kv_bytes == 12 * EXTENT_BYTES
@@ -371,9 +353,9 @@ def test_who_is_to_stay_obeys_nothing_that_is_not_done() -> None:
     for id in (1, 2):
         house.simulation.submit(id, PROMPT, max_tokens=20)
     house.turn()
-    house.standby.order(SetPlacement(MEMORY, drain_ms=1_000_000))
+    house.controller.order(SetPlacement(MEMORY, drain_ms=1_000_000))
     house.turn()
-    house.standby.stay()
+    house.controller.stay()
     house.finish()
     assert not house.told
 
@@ -386,7 +368,7 @@ def test_a_move_is_one_line_and_nothing_to_do_is_none(capfd: pytest.CaptureFixtu
     house.place(MEMORY)
     house.place(MEMORY)
     house.place(DEVICE, 3 * EXTENT_BYTES)
-    house.runner.of_device = OutOfDeviceMemory("told to")
+    house.memory.of_device = OutOfDeviceMemory("told to")
     house.place(DEVICE, 4 * EXTENT_BYTES)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(line["event"], line["to"], line["device_bytes"]) for line in lines] == [
@@ -408,13 +390,13 @@ def test_any_order_at_any_time_loses_nothing(seed: int) -> None:
     )
     for turn in range(300):
         if rng.random() < 0.3 and turn < 220:
-            house.runner.looks = rng.choice([0, 0, 3])
-            house.runner.of_device, house.runner.of_host = (
+            house.memory.looks = rng.choice([0, 0, 3])
+            house.memory.of_device, house.memory.of_host = (
                 rng.choice([None, None, OutOfDeviceMemory("told to")]),
                 rng.choice([None, None, OutOfHostMemory("told to")]),
             )
             size = rng.choice([None, rng.randrange(14 * EXTENT_BYTES)])
-            house.standby.order(SetPlacement(rng.choice([MEMORY, DEVICE]), size, rng.choice([0, 0, 4_000])))
+            house.controller.order(SetPlacement(rng.choice([MEMORY, DEVICE]), size, rng.choice([0, 0, 4_000])))
         if rng.random() < 0.2 and turn < 220:
             length = rng.randint(1, 70)
             house.simulation.submit(
@@ -422,6 +404,6 @@ def test_any_order_at_any_time_loses_nothing(seed: int) -> None:
                 terms=SchedulingTerms(erase=rng.random() < 0.2),
             )  # fmt: skip
         house.turn()
-    house.runner.of_device, house.runner.looks = None, 0
+    house.memory.of_device, house.memory.looks = None, 0
     house.place(DEVICE, rng.randrange(14 * EXTENT_BYTES))
     house.finish()

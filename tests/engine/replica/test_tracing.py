@@ -351,20 +351,21 @@ def test_a_replica_with_a_silent_collector_serves_and_ends_in_time(unheard: Trac
 LOOK = """
 import sys, time
 from array import array
-from engine import replica
 from pathlib import Path
-from engine.structured_output.manager import Grammars
-from engine.process.heartbeat import Pulse
+from engine.process.heartbeat import Heartbeat
+from engine.replica import server
+from engine.replica.replica import ReplicaLimits
+from engine.structured_output.manager import StructuredOutputManager
 from tests.support.stamp_engine import Stamps
 
 folder, telemetry = sys.argv[1], sys.argv[2]
-spec = replica.parse_spec(
+spec = server.parse_spec(
     '{"model": {"name": "m", "folder": ""}, "address": "unix:%s/r", "pulse": "", "boot": 1, "telemetry": %s}'
     % (folder, telemetry)
 )
 stamps = Stamps(64, 16, 512, 1000, [])
-grammars, pulse = Grammars(Path(folder), 1), Pulse.create(folder + "/p")
-assert replica.serve(spec, stamps, grammars, pulse, replica.Bounds(), orphaned=lambda: True) == 0
+grammars, heartbeat = StructuredOutputManager(Path(folder), 1), Heartbeat.create(folder + "/p")
+assert server.serve(spec, stamps.loaded(), grammars, heartbeat, ReplicaLimits(), orphaned=lambda: True) == 0
 print(sorted({name.split(".")[0] for name in sys.modules} & {"opentelemetry", "requests", "google"}))
 """
 

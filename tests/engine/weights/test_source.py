@@ -18,8 +18,7 @@ from transformers import AutoModel, BertConfig
 from engine.bf12.codec import Bf12Weight
 from engine.bf12.metadata import CompressionLevel
 from engine.execution.cpu_runner import CpuRunner
-from engine.execution.gpu_runner import _describe_memory
-from engine.execution.open import DecoderRunner
+from engine.execution.memory_report import describe_memory
 from engine.layers.linear_bf12 import Bf12Linear
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
@@ -27,6 +26,7 @@ from engine.models.config import read_decoder_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling, SamplingParams
+from engine.step.executor import LoadedModel
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.device_buffer import WeightBuffer
@@ -38,6 +38,8 @@ from tests.support.batch_invariance import skip_if_bfloat16_varies
 from tests.support.bf12_files import compressed, small_llama
 from tests.support.small_encoders import open_encoder, vectors
 from tests.support.small_models import Text, logits, open_small, spec
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LEVELS = pytest.mark.parametrize("level", list(CompressionLevel), ids=[level.name for level in CompressionLevel])
@@ -58,14 +60,14 @@ def as_on_a_gpu(folder: Path) -> WeightSource:
     return replace(source_of(folder, device=GPU), device=CPU)
 
 
-def answers(runner: DecoderRunner) -> list[Tensor]:
+def answers(runner: LoadedModel) -> list[Tensor]:
     """Logits of prompts, in chunks, and of steps of a few rows."""
-    on_host = isinstance(runner.place, CpuRunner)
+    on_host = isinstance(runner.executor, CpuRunner)
     generator = np.random.default_rng(5)
     tables = ([1, 0, 2], [4, 3, 5], [7, 8, 6])
-    texts = [Text(generator.integers(0, runner.vocabulary, 40).tolist(), table) for table in tables]
+    texts = [Text(generator.integers(0, runner.executor.limits.vocabulary, 40).tolist(), table) for table in tables]
     return [
-        logits(runner, slices) if on_host else device_logits(runner.place, slices)
+        logits(runner, slices) if on_host else device_logits(runner, slices)
         for counts in ((31, 1, 8), (2, 33, 1), (1, 1, 1))
         for slices in [[text.slice(count, SamplingParams()) for text, count in zip(texts, counts, strict=True)]]
     ]
@@ -80,8 +82,8 @@ def test_a_cpu_gives_the_same_logits_to_the_bit(
     plain, coded = (
         open_small(folder, dtype=dtype) for folder in (source, compressed(source, tmp_path / "coded", level))
     )
-    assert plain.memory.weights_bytes == coded.memory.weights_bytes
-    assert (coded.memory.coded_bytes, coded.memory.bf16_bytes) == (0, 0)
+    assert plain.report.weights_bytes == coded.report.weights_bytes
+    assert (coded.report.coded_bytes, coded.report.bf16_bytes) == (0, 0)
     assert plain.revision != coded.revision
     for wanted, found in zip(answers(plain), answers(coded), strict=True):
         assert torch.equal(found, wanted)
@@ -110,8 +112,8 @@ def test_an_encoder_gives_the_same_vectors_to_the_bit(level: CompressionLevel, d
     texts = [[5, 6, 7], list(range(20, 60)), [9]]
     wanted = vectors(open_encoder(tmp_path / "plain", dtype=dtype), texts, Pooling.MEAN)
     assert np.array_equal(vectors(coded, texts, Pooling.MEAN), wanted)
-    coded.sleep([])
-    coded.wake([], [])
+    coded.sleeper.sleep([])
+    coded.sleeper.wake([], [])
     assert np.array_equal(vectors(coded, texts, Pooling.MEAN), wanted)
 
 
@@ -123,20 +125,20 @@ def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(
     folder = compressed(source, tmp_path / "coded", level)
     runner = open_small(folder, dtype="bfloat16")
     wanted = answers(runner)
-    runner.sleep([])
-    runner.wake([0], [])
+    runner.sleeper.sleep([])
+    runner.sleeper.wake([0], [])
     for before, after in zip(wanted, answers(runner), strict=True):
         assert torch.equal(after, before)
-    runner.sleep([])
+    runner.sleeper.sleep([])
     file = sorted(folder.glob("*.safetensors"))[0]
     content = bytearray(file.read_bytes())
     content[-100] ^= 4
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{file.name}: .* is not as it was written"):
-        runner.wake([0], [])
+        runner.sleeper.wake([0], [])
     content[-100] ^= 4
     file.write_bytes(content)
-    runner.wake([0], [])
+    runner.sleeper.wake([0], [])
     assert torch.equal(answers(runner)[0], wanted[0])
 
 
@@ -193,8 +195,8 @@ def test_a_load_says_how_much_is_in_12_bits(source: Path, tmp_path: Path, caplog
         model="m", pid=1, device="H200", device_bytes=100 << 30, weights_bytes=12 << 30, coded_bytes=11 << 30,
         bf16_bytes=15 << 30, kv_blocks=0, kv_block_tokens=16, kv_bytes=0, free_bytes=0,
     )  # fmt: skip
-    assert "weights (11.00 of it in 12 bits a number) 12.00, KV" in _describe_memory(memory)
-    assert "weights 12.00, KV" in _describe_memory(replace_fields(memory, coded_bytes=0))
+    assert "weights (11.00 of it in 12 bits a number) 12.00, KV" in describe_memory(memory)
+    assert "weights 12.00, KV" in describe_memory(replace_fields(memory, coded_bytes=0))
 
 
 def test_made_up_parameters_are_as_they_are(source: Path) -> None:
@@ -245,14 +247,14 @@ def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
     exact = answers(open_small(source))
     plain, coded = (open_on_gpu(spec(each, dtype="bfloat16", kv_bytes=None, sequences=8)) for each in (source, folder))
-    assert coded.memory.weights_bytes == source_of(folder, device=GPU).bytes < 0.8 * coded.memory.bf16_bytes
-    assert coded.memory.bf16_bytes == plain.memory.weights_bytes
-    assert 0 < coded.memory.coded_bytes < coded.memory.weights_bytes
-    assert (plain.memory.coded_bytes, plain.memory.bf16_bytes) == (0, 0)
+    assert coded.report.weights_bytes == source_of(folder, device=GPU).bytes < 0.8 * coded.report.bf16_bytes
+    assert coded.report.bf16_bytes == plain.report.weights_bytes
+    assert 0 < coded.report.coded_bytes < coded.report.weights_bytes
+    assert (plain.report.coded_bytes, plain.report.bf16_bytes) == (0, 0)
     first = answers(coded)
     held = list(range(9))
-    coded.sleep(held)
-    coded.wake(coded.mapped, held)
+    coded.sleeper.sleep(held)
+    coded.sleeper.wake(coded.paged.mapped, held)
     for wanted, usual, found, again in zip(exact, answers(plain), first, answers(coded), strict=True):
         assert torch.equal(found, again)
         assert (found - wanted).norm() <= 1.5 * (usual - wanted).norm()

@@ -21,7 +21,7 @@ from engine.scheduling.token_budget import SchedulerConfig
 from engine.scheduling.validation import RequestValidator, SubmitRejected
 from engine.step.encoder_layout import POOLINGS, unpack_texts
 from engine.step.executor import InflightStep, RunnerOutput
-from engine.step.layout import Int32s
+from engine.step.layout import ExecutorLimits, Int32s
 
 VOCABULARY = 1000
 CONTEXT_TOKENS = 64
@@ -59,7 +59,7 @@ class Landing:
 
 @dataclass
 class Simulation:
-    """It is the runner of its loop. The clock is one second per step; `steps` are the texts of each, as they ran."""
+    """It is the executor of its loop. The clock is one second per step; `steps` are the texts of each, as they ran."""
 
     step_tokens: int = 32
     sequences: int = 8
@@ -71,14 +71,14 @@ class Simulation:
     heard: dict[tuple[int, int], Heard] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     steps: list[list[list[int]]] = field(default_factory=list)
-    blocks: int = 0
-    block_tokens: int = 1
     costs: None = None
-    prompt_step_tokens: int = 0
 
     def __post_init__(self) -> None:
-        limits = SchedulerConfig(self.step_tokens, self.step_tokens, self.sequences, self.waiting)
-        self.scheduler = EncoderScheduler(limits, lambda: self.seconds)
+        config = SchedulerConfig(self.step_tokens, self.step_tokens, self.sequences, self.waiting)
+        self.limits = ExecutorLimits(
+            CONTEXT_TOKENS, VOCABULARY, 0, self.step_tokens, self.step_tokens, self.sequences, self.depth
+        )
+        self.scheduler = EncoderScheduler(config, lambda: self.seconds)
         self.loop = StepLoop(self, self.scheduler)
         poolings = frozenset({Pooling.MEAN, Pooling.CLS})
         self.door = RequestValidator("1", "", 1, CONTEXT_TOKENS, VOCABULARY, frozenset(), poolings=poolings)
@@ -117,8 +117,8 @@ class Simulation:
         vectors = np.stack([stamped(row, POOLINGS[pooling]) for row, pooling in pairs])
         return Landing(RunnerOutput(np.zeros(len(rows), np.int32), {}, vectors), self.meanwhile)
 
-    def erase(self, blocks: Items[int]) -> None:
-        raise AssertionError("an encoder has no blocks")
+    def warm_up(self) -> bool:
+        return False
 
     def step(self) -> bool:
         """One turn, and what it told."""

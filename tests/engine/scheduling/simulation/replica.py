@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from engine.execution.step_loop import StepLoop, publish_prefixes
+from engine.execution.step_loop import StepLoop
 from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.frames import Reject, SequenceFinished, SequenceStarted, StepOutputs, Submit, TokenLogprobs
 from engine.protocol.types import FinishReason, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
+from engine.replica.open_scheduler import publish_prefixes
 from engine.scheduling.best_effort import IDLE_STEP_ROWS, STEP_SLACK
 from engine.scheduling.block_pool import BlockPool, WakeExtents, blocks_of
 from engine.scheduling.kv_manager import KVManager
@@ -26,7 +27,7 @@ from engine.scheduling.step_plan import StepPlan
 from engine.scheduling.token_budget import SchedulerConfig
 from engine.scheduling.validation import RequestValidator, SubmitRejected
 from engine.step.cost_model import CostModel
-from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
+from engine.step.executor import InflightStep, RunnerOutput
 from engine.step.layout import Int32s, unpack_step
 from prefixcache.namespace import CacheShare
 from prefixcache.tree import PrefixTree
@@ -118,7 +119,7 @@ def masks_of(matchers: Items[GrammarMatcher | None]) -> Int32s:
 class Simulation:
     """Set sizes, submit, step; `heard` has what came back. The clock is one second per step.
 
-    It is the runner of its loop, and hands every launch to the stamps, which check every slot. `misfortune` says what
+    It is the executor of its loop, and hands every launch to the stamps, which check every slot. `misfortune` says what
     goes wrong with the next launch, `meanwhile` is called before each landing. `moves` counts what became of memory.
     """
 
@@ -143,22 +144,23 @@ class Simulation:
         least: int | None = None,
     ) -> None:
         """None: one extent; all of them are mapped; and no block is ever without memory."""
-        self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids, extent_blocks, mapped)
+        self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids, extent_blocks, mapped, depth)
+        self.limits, self.costs = self.stamps.limits, costs
         self.tree = PrefixTree(blocks, block_tokens, lambda: self.seconds)
-        self.account = BlockPool(blocks, extent_blocks, self.mapped, least)
+        self.account = BlockPool(blocks, extent_blocks, self.stamps.mapped, least)
         self.depth, self.extent_blocks = depth, self.stamps.extent_blocks
-        self.blocks, self.block_tokens, self.costs = blocks, block_tokens, costs
-        self.step_tokens, self.prompt_step_tokens = step_tokens, prompt_step_tokens or step_tokens
+        self.blocks, self.block_tokens = blocks, block_tokens
         self.sequences = sequences
         self.misfortune: Callable[[], Fault] = Fault
         self.meanwhile: Callable[[], None] = lambda: None
-        self.limits = SchedulerConfig(step_tokens, self.prompt_step_tokens, sequences, waiting, gap_ms, costs)
+        prompt_tokens = prompt_step_tokens or step_tokens
+        self.config = SchedulerConfig(step_tokens, prompt_tokens, sequences, waiting, gap_ms, costs)
         self.seconds = 0.0
-        self.scheduler = Scheduler(KVManager(self.tree, self.account), self.limits, lambda: self.seconds)
-        self.loop = StepLoop(self, self.scheduler, masks_of)
+        self.scheduler = Scheduler(KVManager(self.tree, self.account), self.config, lambda: self.seconds)
+        self.loop = StepLoop(self, self.scheduler, self.stamps, lambda step, found: self.sample(step, masks_of(found)))
         self.door = RequestValidator(
             self.stamps.revision,
-            self.stamps.kv_layout,
+            self.stamps.layout.name,
             block_tokens,
             min(context_tokens, self.account.min_blocks * block_tokens - sum(map(len, public))),
             vocabulary,
@@ -278,24 +280,8 @@ class Simulation:
             self._wrong.append(error)  # which the loop takes for a step that failed
             raise
 
-    def erase(self, blocks: Items[int]) -> None:
-        self.stamps.erase(blocks)
-
-    @property
-    def mapped(self) -> list[int]:
-        return self.stamps.mapped
-
-    def map(self, extents: Items[int]) -> None:
-        self.stamps.map(extents)
-
-    def unmap(self, extents: Items[int]) -> None:
-        self.stamps.unmap(extents)
-
-    def copy(self, sources: Items[int], targets: Items[int]) -> None:
-        self.stamps.copy(sources, targets)
-
-    def sizes(self) -> MemoryUsage:
-        return self.stamps.sizes()
+    def warm_up(self) -> bool:
+        return False
 
     # What a machine has done to it
 
@@ -307,9 +293,9 @@ class Simulation:
         """What is kept. Where it fails, it is awake as before."""
         self.land()
         self.scheduler.preempt_all()
-        mapped = self.mapped
+        mapped = self.stamps.mapped
         kept = self.scheduler.kv.sleep(max_kept_blocks)
-        self.erase(self.scheduler.kv.take_unerased())
+        self.stamps.zero(self.scheduler.kv.take_unerased())
         if fails:
             self.scheduler.kv.finish_wake(WakeExtents(mapped, kept))
         else:
@@ -329,7 +315,7 @@ class Simulation:
 
     def grow(self, count: int) -> None:
         extents = self.scheduler.kv.pool.extents_to_grow(count)
-        self.map(extents)
+        self.stamps.map(extents)
         self.scheduler.kv.grow(extents)
         self.loop.sweep()
         self.moves["grown_extents"] += len(extents)
@@ -339,10 +325,10 @@ class Simulation:
         """How many extents it gave up."""
         self.land()
         shrinking = self.scheduler.kv.shrink(count)
-        self.erase(self.scheduler.kv.take_unerased())
-        self.copy(shrinking.sources, shrinking.targets)
-        self.erase(shrinking.secret)
-        self.unmap(shrinking.extents)
+        self.stamps.zero(self.scheduler.kv.take_unerased())
+        self.stamps.copy(shrinking.sources, shrinking.targets)
+        self.stamps.zero(shrinking.secret)
+        self.stamps.unmap(shrinking.extents)
         self.moves.update(shrunk_extents=len(shrinking.extents), copied_blocks=len(shrinking.sources))
         self.moves["copied_secrets"] += len(shrinking.secret)
         self.listen()
@@ -497,9 +483,9 @@ class Simulation:
         return self._numbers.setdefault(thing, len(self._numbers))
 
     def _assert_within_limits(self, plan: StepPlan) -> None:
-        assert sum(plan.chunks) <= self.limits.prompt_step_tokens
-        assert max(plan.chunks) > 1 or len(plan.chunks) <= self.limits.step_tokens
-        assert len(plan.sequences) <= self.limits.max_sequences
+        assert sum(plan.chunks) <= self.config.prompt_step_tokens
+        assert max(plan.chunks) > 1 or len(plan.chunks) <= self.config.step_tokens
+        assert len(plan.sequences) <= self.config.max_sequences
         assert min(plan.chunks) >= 1
         assert all(sequence.launched < sequence.max_total_tokens for sequence in plan.sequences), (
             "the last token is computed"

@@ -202,9 +202,9 @@ def test_what_is_over_while_it_sleeps_is_erased_where_it_is_kept() -> None:
     kept = simulation.sleep(max_kept_blocks=64)
     assert len(kept) == 8
     simulation.seconds += 30
-    erased = simulation.stamps.erased
+    erased = simulation.stamps.zeroed
     simulation.step()
-    assert simulation.stamps.erased - erased == 4
+    assert simulation.stamps.zeroed - erased == 4
     assert simulation.scheduler.load(draining=False).cached_blocks == 4
     simulation.wake()
     assert simulation.account.free_blocks == 16 - 4
@@ -220,19 +220,19 @@ def test_an_epoch_that_is_raised_during_the_sleep_wipes_what_was_kept() -> None:
     raised = msgspec.structs.replace(TENANT, epoch=1)
     (entry,) = simulation.submit(2, words(17), raised)
     simulation.wake()
-    erased = simulation.stamps.erased
+    erased = simulation.stamps.zeroed
     simulation.run()
     assert cached(entry) == 0
-    assert simulation.stamps.erased - erased == 4
+    assert simulation.stamps.zeroed - erased == 4
 
 
 def test_a_sleep_that_comes_to_nothing_changes_nothing() -> None:
     simulation = pool(public=[PUBLIC])
     served(simulation, 1, words(17))
-    mapped = simulation.mapped
+    mapped = simulation.stamps.mapped
     simulation.sleep(max_kept_blocks=64, fails=True)
     assert not simulation.asleep
-    assert simulation.mapped == mapped
+    assert simulation.stamps.mapped == mapped
     assert served(simulation, 2, words(17)) == 16
     assert served(simulation, 3, [*PUBLIC, *words(6)]) == 8
     simulation.assert_all_finished()

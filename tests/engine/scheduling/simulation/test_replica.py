@@ -167,8 +167,8 @@ BREAKS = {
         "pass",
     ),
     "secrets are given on": ("scheduling.block_pool", "self._secret[blocks] = True", "pass"),
-    "erasing waits until blocks are used again": ("execution.step_loop", "self.erase()\n            flight", "flight"),
-    "nothing is erased between turns": ("execution.step_loop", "sweep()\n        self.erase()", "sweep()"),
+    "erasing waits until blocks are used again": ("execution.step_loop", "self.zero_freed()\n            step", "step"),
+    "nothing is erased between turns": ("execution.step_loop", "sweep()\n        self.zero_freed()", "sweep()"),
     "erasing is done for some of the blocks": ("scheduling.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
     "what is swept is lost": ("scheduling.kv_manager", "        self.pool.free(pages)\n", ""),
     "what lies behind a published prefix is found without it": (

@@ -1,0 +1,118 @@
+"""Opens a decoder on a GPU: loads its weights, compiles or loads its kernels, takes the rest of the memory for KV."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Final
+
+import torch
+
+from engine.execution.artifact_keys import GpuArtifact, gpu_artifacts
+from engine.execution.gpu_memory import GpuMemory, open_gpu_memory
+from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
+from engine.execution.gpu_trial import TrialSteps
+from engine.execution.memory_plan import GRAPH_BYTES, DoesNotFit, initial_extents
+from engine.execution.memory_report import describe_memory, gpu_report
+from engine.execution.profiling import ProfilingLimits
+from engine.execution.staging import StepLimits
+from engine.kernels.compile_cache import name_kernels, share_kernel_cache
+from engine.memory.errors import OutOfDeviceMemory
+from engine.memory.virtual_memory import Arena
+from engine.models.config import ModelConfig
+from engine.protocol.reports import MemoryReport
+from engine.protocol.specs import ModelSpec
+from engine.weights.assembly import weights_bytes
+from engine.weights.device_buffer import WeightBuffer
+from engine.weights.source import WeightSource
+
+log = logging.getLogger(__name__)
+
+_SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the device meanwhile
+
+
+def open_gpu(
+    model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
+    device_bytes: int | None, standby: bool, resources: ExitStack,
+) -> tuple[GpuRunner, GpuMemory, MemoryReport]:  # fmt: skip
+    """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or what
+    device_bytes leave, and captures hot graphs. Takes over what an earlier start measured, and then captures the first
+    graphs only. `resources` closes everything, in the order graphs, memory, weights.
+
+    Raises DoesNotFit.
+    """
+    try:
+        return _open(model, config, source, context_tokens, beat, device_bytes, standby, resources)
+    except OutOfDeviceMemory as error:
+        raise DoesNotFit(f"{model.name}: {error}") from error
+
+
+def _open(
+    model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
+    device_bytes: int | None, standby: bool, resources: ExitStack,
+) -> tuple[GpuRunner, GpuMemory, MemoryReport]:  # fmt: skip
+    _require_weights_fit(source)
+    device = source.device
+    weights = WeightBuffer(Arena.of(device), source.shapes)
+    resources.callback(weights.close)
+    with ThreadPoolExecutor(1) as beside:  # one thread waits for files and copies, while the other computes
+        named = beside.submit(name_kernels)
+        parameters = source.load(beat, dict(weights.tensors))
+        named.result()
+    most = StepLimits.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
+    memory = open_gpu_memory(model, config, source.dtype, weights, most, context_tokens, device)
+    resources.callback(memory.close)
+    artifacts = gpu_artifacts(
+        model, config, context_tokens, str(source.dtype), source.bf12_parameters, torch.cuda.get_device_name(device)
+    )
+    share_kernel_cache(artifacts.kernels_folder)
+    earlier, first_segments = artifacts.read(), len(memory.workspace.segments)
+    runner = GpuRunner(config, parameters, memory, most, context_tokens, graph_rows=0)
+    trial = TrialSteps(runner, most.rows, model.block_tokens, config.vectors)
+    if earlier is None:
+        trial.compile(beat)
+    else:
+        with memory.stream.entered():
+            memory.workspace.grow(earlier.segments)
+        trial.load()
+    segments = memory.workspace.segments[first_segments:]
+    runner = GpuRunner(config, parameters, memory, most, context_tokens, GRAPH_ROWS_MAX)
+    resources.callback(runner.close)
+    memory.standby = standby
+    _map_extents(model, runner, memory, context_tokens, device_bytes)
+    mapped_blocks = min(len(memory.mapped) * memory.layout.extent_blocks, memory.layout.blocks)
+    limits = ProfilingLimits(mapped_blocks, model.block_tokens, context_tokens, most.sequences)
+    if earlier is not None and earlier.blocks >= limits.used_blocks:
+        runner.costs = earlier.costs
+        runner.capture_first()
+    else:
+        runner.capture_hot(beat)
+        runner.costs = TrialSteps(runner, most.rows, model.block_tokens, config.vectors).profile(limits)
+        artifacts.write(GpuArtifact(segments, limits.used_blocks, runner.costs))
+    report = gpu_report(model, memory, source, weights_bytes(parameters))
+    log.info("%s", describe_memory(report))
+    return runner, memory, report
+
+
+def _map_extents(
+    model: ModelSpec, runner: GpuRunner, memory: GpuMemory, context_tokens: int, device_bytes: int | None
+) -> None:
+    """Maps the extents that there is room for. Raises DoesNotFit."""
+    pool = memory.pool
+    free = torch.cuda.mem_get_info(memory.stream.device)[0] + pool.mapped_bytes - runner.max_graphs * GRAPH_BYTES
+    room = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
+    if device_bytes is not None:
+        room = min(room, device_bytes - memory.fixed_bytes(runner.max_graphs))
+    count = initial_extents(model, pool, context_tokens, room, free)
+    pool.map(range(len(pool.mapped), count))
+
+
+def _require_weights_fit(source: WeightSource) -> None:
+    """Raises DoesNotFit where the weights alone are more than what is free."""
+    needed, (free, total) = source.bytes, torch.cuda.mem_get_info(source.device)
+    if needed > free:
+        fits = "other processes hold the rest: end them, or use" if needed <= total else "use"
+        raise DoesNotFit(
+            f"the weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} of {total / 1e9:.1f} GB are free; {fits} "
+            f"another device or a smaller model"
+        )
