@@ -1,4 +1,5 @@
-"""Attention over paged KV for any mixture of prompts and single rows, by the entries of engine/step/attention_plan.py.
+"""Attention over paged KV for any mixture of prompts and single rows, from the entries of
+engine/step/attention_plan.py.
 
 All query heads of one KV head are rows of one small matmul; a wide entry stacks several rows of the step as well. The
 softmax is the online one of FlashAttention (Dao et al., 2022), partial results are merged by log-sum-exp: exact. The
@@ -25,7 +26,7 @@ from engine.step.layout import SEGMENTS_MAX, SPARE_WORD
 _WORDS = tl.constexpr(ENTRY_WORDS)
 _HEAD = tl.constexpr(HEAD_WORDS)  # narrow entries follow at once: one load fewer before the first key is known
 _LOG2_E: Final = 1.4426950408889634
-_MULTIPROCESSORS: Final = 2  # of what is no GPU, as the interpreter
+_MULTIPROCESSORS: Final = 2  # without a GPU, in the interpreter
 _SLOTS_MIN: Final = 4096
 _MERGED_AT_ONCE: Final = 8
 
@@ -41,7 +42,7 @@ class TileShape:
     programs: int
 
 
-# Of head sizes up to 128; larger ones take half the keys.
+# For head sizes up to 128; larger ones take half the keys.
 NARROW: Final = TileShape(16, 32, 5, 4, 4)
 NARROW_FEW: Final = TileShape(16, 64, 6, 2, 2)  # up to _FEW_ROWS rows in the step
 WIDE: Final = TileShape(128, 128, 2, 8, 1)
@@ -72,8 +73,8 @@ class AttentionScratch:
 def attention_layout(
     windows: tuple[int | None, ...], heads: int, kv_heads: int, sequences: int, device: torch.device
 ) -> AttentionLayout:
-    """The tiles that `attend` takes on this device, with room for the parts of so many sequences at once."""
-    each = attention_hopper.NARROW_PROGRAMS if attention_hopper.is_hopper(device) else NARROW.programs
+    """The tiles of `attend` on this device, with room for the partial results of so many sequences."""
+    narrow_programs = attention_hopper.NARROW_PROGRAMS if attention_hopper.is_hopper(device) else NARROW.programs
     count = _MULTIPROCESSORS
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -83,7 +84,7 @@ def attention_layout(
         wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
         few_rows=_FEW_ROWS,
         few_programs=count * NARROW_FEW.programs,
-        narrow_programs=count * each,
+        narrow_programs=count * narrow_programs,
         wide_programs=count * WIDE.programs,
         slots=max(_SLOTS_MIN, sequences * (SEGMENTS_MAX + 1)),
     )
@@ -143,7 +144,7 @@ def _merge(
     partial, peaks, totals, result, row, head, first, count, HEADS: tl.constexpr, G: tl.constexpr,
     MERGED_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The row's partial results for the query heads of one KV head into its result, some slots at a time."""
+    """Merges the row's partial results for the query heads of one KV head into its result, some slots at a time."""
     slots = tl.arange(0, AT_ONCE)
     g = tl.arange(0, MERGED_G)
     d = tl.arange(0, BLOCK_D)
@@ -224,7 +225,7 @@ def _narrow(
                         MERGED_G, D, BLOCK_D, AT_ONCE,
                     )  # fmt: skip
                     tl.atomic_xchg(counters + row * KV_HEADS + head, 0)
-    wait()  # in those without an entry too: who waits for this kernel waits for all before it
+    wait()  # without an entry too: the next kernel that waits for this one waits for all before it
 
 
 @triton.jit

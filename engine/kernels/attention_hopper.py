@@ -1,10 +1,10 @@
 """attention.py's two kernels on Hopper, with matmuls and loads in warps of their own.
 
-Written in Gluon, since plain Triton leaves neither the copies to the tensor memory accelerator nor warps to one task. A
+Written in Gluon, since plain Triton neither gives the copies to the tensor memory accelerator nor a warp one task. A
 warp fetches tiles of keys and values, a block or 16 keys at a time through a tensor map, into rings in shared memory,
 and runs ahead from one entry into the next.
 
-Of a wide entry two warpgroups take half of the rows each. Each begins the logits of the next tile before it multiplies
+Two warpgroups share the rows of a wide entry, half each. Each begins the logits of the next tile before it multiplies
 the weights of this one with the values, so that tensor cores work while exponentials are computed (FlashAttention-3,
 Shah et al., 2024), and the two drift apart until one's matmuls fall into the other's exponentials. A narrow entry's few
 rows leave most of a warpgroup's matmul empty: what counts there is that reading never pauses.
@@ -38,7 +38,7 @@ _RING: Final = 2
 NARROW_PROGRAMS: Final = 2  # per multiprocessor, which share its memory and registers
 _NARROW_KEYS: Final = 64
 _NARROW_RING: Final = 3
-_NARROW_REGISTERS: Final = 128  # of a thread, before the consumer takes the producer's
+_NARROW_REGISTERS: Final = 128  # of a thread, before the consumer takes over the producer's
 _UNIT_MAX: Final = 16  # keys that one copy takes; entries begin at multiples
 _HEAD_DIMS: Final = (64, 128)
 _BLOCK_MIN: Final = 8  # rows that swizzled shared memory takes together
@@ -213,7 +213,7 @@ def _merge(
     partial, peaks, totals, result, row, head, first, count, HEADS: gl.constexpr, G: gl.constexpr,
     MERGED_G: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The row's partial results for the query heads of one KV head into its result, one after the other."""
+    """Merges the row's partial results for the query heads of one KV head into its result, one after the other."""
     layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
     g = gl.arange(0, MERGED_G, gl.SliceLayout(1, layout))
     d = gl.arange(0, D, gl.SliceLayout(0, layout))
@@ -364,7 +364,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def serves(q_THD: Tensor, kv_SW: Tensor, kv_heads: int, block_tokens: int) -> bool:
-    """Whether these are what the kernels here are made for."""
+    """Whether the kernels here take these tensors."""
     if not is_hopper(q_THD.device):
         return False
     _, heads, head_dim = q_THD.shape
@@ -377,7 +377,7 @@ def attend_wide(
     total_PH: Tensor, scale: float, softcap: float, window: int | None, kv_heads: int, block_tokens: int,
     header_word: int, programs: int,
 ) -> None:  # fmt: skip
-    """What attention.py's `_wide` computes, of tensors that `serves` is true of."""
+    """Computes attention.py's `_wide`, for tensors that `serves` accepts."""
     heads, head_dim = q_THD.shape[1:]
     unit = min(block_tokens, _UNIT_MAX)
     _wide[(programs,)](
@@ -393,7 +393,7 @@ def attend_narrow(
     total_PH: Tensor, counters: Tensor, scale: float, softcap: float, window: int | None, kv_heads: int,
     block_tokens: int, header_word: int, programs: int,
 ) -> None:  # fmt: skip
-    """What attention.py's `_narrow` computes, of tensors that `serves` is true of."""
+    """Computes attention.py's `_narrow`, for tensors that `serves` accepts."""
     heads, head_dim = q_THD.shape[1:]
     unit, fold = min(block_tokens, _UNIT_MAX), heads // kv_heads
     _narrow[(programs,)](

@@ -16,7 +16,7 @@ WORDS = gl.constexpr(ENTRY_WORDS)
 PANEL = gl.constexpr(64)  # columns of a tile that lie together in shared memory: 128 bytes
 _TABLE_WIDTH = gl.constexpr(step_layout.TABLE_WIDTH.value)
 _TABLES = gl.constexpr(step_layout.TABLES.value)
-# Renamed between the versions of Triton that we take.
+# The name differs between the supported versions of Triton.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
@@ -31,7 +31,7 @@ def _fetch_tile(
     pool, table, start, last, column, ring, ready, free, place, phase, D: gl.constexpr, KEYS: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """Keys from `start` on into a place of the ring once that is free; past the last one, its unit again."""
+    """Fetches keys from `start` on into a place of the ring once that is free; past the last one, its unit again."""
     mbarrier.wait(free.index(place), phase)
     mbarrier.expect(ready.index(place), KEYS * D * 2)
     for low in gl.static_range(0, KEYS, UNIT):
@@ -48,7 +48,7 @@ def fetch(
     HEADER_WORD: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the tiles of all entries in turn, as soon as their places in the rings are free."""
+    """One warp: fetches the tiles of all entries in turn, as soon as their places in the rings are free."""
     tiles = step + gl.load(step + HEADER_WORD)
     entries, count = entries_of(step, tiles, WIDE)
     tables = step + gl.load(step + _TABLES)

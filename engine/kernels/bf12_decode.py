@@ -17,7 +17,7 @@ from engine.kernels.pdl import release, supports_pdl, wait
 GROUP = tl.constexpr(GROUP_OUTPUTS)
 ESCAPES = tl.constexpr(32)  # looked at together
 PLACEHOLDER = tl.constexpr(2.0)
-NOWHERE = tl.constexpr(-1)  # the place of what is no escape
+NOWHERE = tl.constexpr(-1)  # a place without an escape
 
 # Two words of high halves and four of low bytes: both lanes' eight numbers, a pair of lanes in each register.
 _PAIRS = tl.constexpr("""{
@@ -39,15 +39,15 @@ prmt.b32 $7, $13, q3, 0x7362;
 }""")
 _OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 6))
 _EIGHT = tl.constexpr((tl.bfloat16,) * 8)
-_SIGNED = tl.constexpr(-0x78787879)  # 0x87878787: of each byte the sign and the pair of exponents
-_OFFSET = tl.constexpr(0x40)  # what a pair of exponents is counted from in what comes out
+_SIGNED = tl.constexpr(-0x78787879)  # 0x87878787: the sign and the exponent's bits of each byte
+_OFFSET = tl.constexpr(0x40)  # the exponent from which decoded numbers count
 
 _COLUMNS = 128  # words of a third of a block that a program reads at once: enough for 16 bytes of output a thread
-_TURNS = 2  # so many times
+_TURNS = 2  # how often a program does that
 
 
 def inline(device: torch.device) -> bool:
-    """Whether `decode` is to use the GPU's own instructions; without them it is the same, slower, anywhere."""
+    """Whether `decode` uses the GPU's own instructions; without them it gives the same numbers anywhere, slower."""
     return device.type == "cuda"
 
 
@@ -72,7 +72,7 @@ def decode(high, low0, low1, INLINE: tl.constexpr):
 
 @triton.jit
 def _lanes(words):
-    """[N, C] → those of even and of odd lanes, [N, C ÷ 2]."""
+    """[N, C] → the words of even and of odd lanes, [N, C ÷ 2]."""
     return tl.split(tl.reshape(words, [words.shape[0], words.shape[1] // 2, 2]))
 
 
@@ -99,7 +99,7 @@ def _number(high, low, SHIFT: tl.constexpr):
 
 @triton.jit
 def escapes_of(firsts, first_output, end_output, part, parts):
-    """A part's slice of the escapes of some outputs, of whole groups."""
+    """A part's slice of the escapes of some outputs, which are whole groups."""
     first = tl.load(firsts + first_output // GROUP)
     last = tl.load(firsts + tl.cdiv(end_output, GROUP))
     count = last - first
@@ -108,15 +108,15 @@ def escapes_of(firsts, first_output, end_output, part, parts):
 
 @triton.jit
 def some_escapes(places, values, first, last):
-    """Places and values of the first of these."""
+    """Places and values of the first ESCAPES from `first` to `last`."""
     escapes = first + tl.arange(0, ESCAPES)
-    there = escapes < last
-    return tl.load(places + escapes, mask=there, other=NOWHERE), tl.load(values + escapes, mask=there, other=0.0)
+    valid = escapes < last
+    return tl.load(places + escapes, mask=valid, other=NOWHERE), tl.load(values + escapes, mask=valid, other=0.0)
 
 
 @triton.jit
 def hits(place, outputs):
-    """[N, E]: whose escape it is."""
+    """[N, E]: whether an escape is of an output."""
     return (place >> 16)[None, :] == (outputs & 0x7FFF)[:, None]
 
 
@@ -146,7 +146,7 @@ def _expand(
         for number in tl.static_range(8):
             expanded = (numbers[number].to(tl.float32) * scale).to(out.dtype.element_ty)  # by a power of two: exact
             tl.store(at_out + number * LANES, expanded, mask=inside)
-    tl.debug_barrier()  # what follows is written over it by other threads
+    tl.debug_barrier()  # other threads write escapes over it
     first, last = tl.load(firsts + start // GROUP), tl.load(firsts + start // GROUP + 1)
     for escape in tl.range(first, last, ESCAPES, num_stages=1):
         place, value = some_escapes(places, values, escape, last)
@@ -159,7 +159,7 @@ def _expand(
 
 
 def expand(weight: Bf12Weight, out_NK: Tensor, outputs: range) -> None:
-    """out = those outputs of the weight, the first of which begins a group of escapes. In bfloat16, or float32."""
+    """Writes these outputs of the weight, bit for bit, in bfloat16 or float32. The first begins a group of escapes."""
     inputs, lanes, index = weight.inputs, lanes_of(weight.inputs), weight.index
     assert out_NK.shape == (len(outputs), inputs)
     assert outputs.start % GROUP_OUTPUTS == 0

@@ -52,14 +52,14 @@ def words_layout(lanes, gated):
 
 @gluon.constexpr_function
 def place_order(gated):
-    """Of six dimensions, M's bits from the highest, the order that makes them the bits of places."""
+    """The order of six dimensions, M's bits from the highest, that makes them the bits of places."""
     return tuple(6 - row.bit_length() for row in reversed(row_bits(gated)))
 
 
 @gluon.constexpr_function
 def stored_layout(rows, gated):
-    """[outputs, rows] in the threads that have their sums: of M's bit 8 two outputs beside each other, if it is not a
-    gate and its up, which are one by then."""
+    """[outputs, rows] in the threads that have their sums: M's bit 8 puts two outputs beside each other, unless these
+    are a gate and its up, which are one by then."""
     of_m = {m: [1 << bit, 0] for bit, m in enumerate(row_bits(gated)) if not (gated and m == 8)}
     across = [[0, 1 << bit] for bit in range(rows.bit_length() - 1)]
     registers = [*([] if gated else [of_m[8]]), across[0], *across[3:]]

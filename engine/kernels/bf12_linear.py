@@ -1,12 +1,12 @@
-"""y = x·Wᵀ for few rows and a W of 12 bits a number, which is decoded on its way from memory to the arithmetic.
+"""y = x·Wᵀ for few rows and a W of 12 bits a number, decoded on its way from memory to the arithmetic.
 
-As linear.py: one row by multiply and add, more on tensor cores with the weights as first operand; the inputs in parts
-where outputs are few. Sums are those of the numbers as the words hold them, scaled. At the end each is multiplied by
-its output's scale, a power of two: without escapes it has the bits that linear.py's sum has in the same order. Escapes'
-placeholders are taken out before that, and their values added after it.
+It works as linear.py: one row by multiply and add, more on tensor cores with the weights as first operand; the inputs
+in parts where outputs are few. Sums are those of the scaled numbers that the words hold. At the end each is multiplied
+by its output's scale, a power of two: without escapes it has the bits of linear.py's sum in the same order. Escapes'
+placeholders are subtracted before that, and their values added after it.
 
-What a kernel reads of a weight alone it reads before it waits for the kernel before it: scales and escapes, and
-for one row the first turn's words too.
+A kernel reads what depends on the weight alone before it waits for the kernel before it: scales and escapes, and for
+one row the first turn's words too.
 
 T rows, K inputs, N outputs, W words of a row, P parts, I inner size, C columns, E escapes at once.
 """
@@ -24,15 +24,15 @@ from engine.kernels.bf12_decode import ESCAPES, PLACEHOLDER, decode, escapes_of,
 from engine.kernels.pdl import release, supports_pdl, wait
 
 BF12_ROWS_MAX = 128  # of the kernels here
-_DECODED = 2  # words that a thread decodes at once, of neighbouring lanes: threads with one word give wrong numbers
+_DECODED = 2  # words of neighbouring lanes that a thread decodes at once: with one word the numbers are wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Bf12Tiling:
     """How a kernel goes through W: block_n outputs × some blocks of inputs at once, the inputs in `parts` parts.
 
-    blocks  of 8 · lanes inputs each, that divide the inputs; 1 on tensor cores
-    joined  of a block's 8 numbers that one product on tensor cores takes: 1, 2, 4 or 8; 0 for one row without them
+    blocks  blocks of 8 · lanes inputs at once, a divisor of their number; 1 on tensor cores
+    joined  how many of a block's 8 numbers one product on tensor cores takes: 1, 2, 4 or 8; 0 for one row without them
     """
 
     block_n: int
@@ -46,7 +46,7 @@ class Bf12Tiling:
 @triton.jit
 def _words_at(words, outputs, columns, N, W, MASKED: tl.constexpr, LANES: tl.constexpr):
     if MASKED:
-        outputs = tl.minimum(outputs, N - 1)  # what comes of it is not stored
+        outputs = tl.minimum(outputs, N - 1)  # its result is not stored
     within = columns // LANES * (3 * LANES) + columns % LANES
     return words + outputs.to(tl.int64)[:, None] * W + within[None, :]
 
@@ -67,7 +67,7 @@ def _x_of(x, place):
 
 @triton.jit
 def _finish_row(y, x, scale, places, values, place, value, x_E, first, last, outputs):
-    """One row's sums in their true size, with what the words do not hold. The first escapes are loaded already."""
+    """Scales one row's sums and adds what the words do not hold. The first escapes are loaded already."""
     held = tl.zeros_like(y)
     missing = tl.zeros_like(y)
     for escape in tl.range(first, last, ESCAPES, num_stages=1):
@@ -179,7 +179,7 @@ def _rows_x_of(x, place, rows, T, K):
 
 @triton.jit
 def _escaped(total, missing, x_ET, place, value, outputs):
-    """Takes some escapes' placeholders out of the sums, and adds their values to what is missing."""
+    """Subtracts some escapes' placeholders from the sums, and adds their values to what is missing."""
     hit = hits(place, outputs)
     held = tl.where(hit, -PLACEHOLDER, 0.0).to(x_ET.dtype)
     value = tl.where(hit, value.to(tl.float32)[None, :], 0.0).to(x_ET.dtype)
@@ -189,8 +189,8 @@ def _escaped(total, missing, x_ET, place, value, outputs):
 
 @triton.jit
 def _finish_rows(total, x, scale, places, values, place, value, x_ET, first, last, outputs, rows, T, K):
-    """As `_finish_row`. The first escapes are not in the loop: without a product right after the loop over the
-    inputs, the assembler would have each of its products wait for the one before."""
+    """Finishes the sums as `_finish_row`. The first escapes are not in the loop: without a product right after the loop
+    over the inputs, the assembler would have each of its products wait for the one before."""
     missing = tl.zeros_like(total)
     total, missing = _escaped(total, missing, x_ET, place, value, outputs)
     for escape in tl.range(first + ESCAPES, last, ESCAPES, num_stages=1):
@@ -226,7 +226,7 @@ def _multiply_rows(
         place_up, value_up = some_escapes(places, values, first_up, last_up)
         total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     wait()
-    EARLY: tl.constexpr = BLOCK_T <= 32  # of more rows registers do not hold escapes' x beside all else
+    EARLY: tl.constexpr = BLOCK_T <= 32  # with more rows, registers do not hold escapes' x beside all else
     if EARLY:
         x_ET = _rows_x_of(x, place, rows, T, K)
         if GATED:

@@ -1,6 +1,6 @@
 """y = x·Wᵀ on Hopper for many rows, straight from the 12 bits of W's numbers: its bf16 copy is never in memory.
 
-It knows the code (weights/codec.py), no layers, and not when it is faster than others. A program has a tile of 128
+It knows the code (bf12/codec.py), no layers, and not when it is faster than others. A program has a tile of 128
 outputs × 128 or 256 rows and goes through the inputs; each of its warps keeps to one task (Gluon, as in
 attention_hopper.py):
 
@@ -15,8 +15,8 @@ has to hold, in their order, so x stays as it is. Tensor cores work on a stage w
 where a block ends and they would wait, the other warpgroup has work for them: the two drift apart by themselves.
 
 A number is decoded with its row's base, to the bits that it had, so the sums need no scale. An escape reads as the
-least number of its row's code. For 16 escapes of a warpgroup's outputs a gatherer brings their columns of x, and the
-warpgroup multiplies them by the escapes' values and by that least number negated, as if the matrix had 32 more inputs.
+smallest number of its row's code. For 16 escapes of a warpgroup's outputs a gatherer brings their columns of x, and the
+warpgroup multiplies them by the escapes' values and by that number negated, as if the matrix had 32 more inputs.
 
 T rows, K inputs, N outputs, P parts, I inner size, L lanes, M rows of a warpgroup's matmul.
 """
@@ -66,14 +66,14 @@ _ROUND = gl.constexpr(16)  # escapes at once: a step of a matmul
 _GATHERED = gl.constexpr(32)  # rows of x at once
 _REGISTERS = gl.constexpr(224)  # of a thread that multiplies
 _REGISTERS_OTHERS = gl.constexpr(56)
-# Renamed between the versions of Triton that we take.
+# The names differ between the supported versions of Triton.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _seen_as = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """`rows` of x at once, one of ROWS; the inputs in `parts` parts."""
+    """How a kernel goes through x and W: `rows` of x at once, one of ROWS; the inputs in `parts` parts."""
 
     rows: int
     parts: int
@@ -89,9 +89,9 @@ def _fetch_words(
     words, ring, ready, free, blocks, row_tiles, output_tiles, together, parts, inner, GATED: gl.constexpr,
     LANES: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """One warp: all items' words in turn, a third of a block at a time. No kernel writes them: the ring is filled while
-    the kernel before this one ends. The next kernel is let in when there is nothing left to fetch: where a program
-    has ended its words come while the others multiply. Any earlier they would only come instead of these."""
+    """One warp: fetches all items' words in turn, a third of a block at a time. No kernel writes them: the ring is
+    filled while the kernel before this one ends. The next kernel may begin when nothing is left to fetch: its words
+    come while the last programs multiply. Any earlier, they would compete with these."""
     thirds = 0
     for item in range(gl.program_id(0), row_tiles * output_tiles * parts, gl.num_programs(0)):
         _, output_tile, _, first, last = item_of(item, blocks, row_tiles, output_tiles, together, parts)
@@ -113,7 +113,7 @@ def _fetch_x(
     x, ring, ready, free, blocks, row_tiles, output_tiles, together, parts, LANES: gl.constexpr, ROWS: gl.constexpr,
     RING: gl.constexpr,
 ):  # fmt: skip
-    """One warp: all items' x in turn, as soon as it is there."""
+    """One warp: fetches all items' x in turn, once the kernel before has written it."""
     STAGES: gl.constexpr = 8 * LANES // STAGE_INPUTS
     stages = 0
     gdc_wait()
@@ -132,7 +132,7 @@ def _gather(
     x, firsts, places, values, columns, outputs, replacements, ready, free, T, N, K, blocks, row_tiles, output_tiles,
     together, parts, inner, WARPGROUP: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """One warp: a warpgroup's escapes, 16 at a time: which of its outputs each is of, its value, its column of x."""
+    """One warp: gathers a warpgroup's escapes, 16 at a time: the output of each, its value, its column of x."""
     LOADED: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [1, 1], [1, 0])
     e = gl.arange(0, _ROUND, gl.SliceLayout(0, LOADED))
     pieces = _seen_as(
@@ -172,7 +172,7 @@ def _take_third(
     ring, ready, nth, WARPGROUP: gl.constexpr, GATED: gl.constexpr, LANES: gl.constexpr, RING: gl.constexpr,
     DOT: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's words [M, L] of a third of a block, in registers: their place may be freed."""
+    """Loads a warpgroup's words [M, L] of a third of a block into registers: their place may be freed."""
     place = nth % RING
     mbarrier.wait(ready.index(place), nth // RING % 2)
     part = ring.index(place * 2 + WARPGROUP)
@@ -211,8 +211,8 @@ def _multiply_block(
     WARPGROUP: gl.constexpr, GATED: gl.constexpr, LANES: gl.constexpr, X_RING: gl.constexpr, WORDS_RING: gl.constexpr,
     DOT: gl.constexpr,
 ):  # fmt: skip
-    """A stage is decoded while the last one's matmul is under way. Not across blocks: in a loop's turns ptxas would
-    have each matmul wait for the one before it."""
+    """Multiplies a block, decoding each stage during the matmul of the last one. Not across blocks: in a loop ptxas
+    would have each matmul wait for the one before it."""
     STAGES: gl.constexpr = 8 * LANES // STAGE_INPUTS
     high = _take_third(words_ring, words_ready, thirds, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
     low = _take_third(words_ring, words_ready, thirds + 1, WARPGROUP, GATED, LANES, WORDS_RING, DOT)
@@ -246,7 +246,7 @@ def _replace(
     total, place_of, least, columns, outputs, replacements, ready, free, nth, WARPGROUP: gl.constexpr,
     DOT: gl.constexpr,
 ):  # fmt: skip
-    """Adds what 16 escapes are more than what stands in their places."""
+    """Adds the difference between 16 escapes and the numbers in their places."""
     mbarrier.wait(ready.index(WARPGROUP), nth % 2)
     output = outputs.index(WARPGROUP).load(gl.SliceLayout(0, DOT))
     value = replacements.index(WARPGROUP).load(gl.SliceLayout(0, DOT))
@@ -263,7 +263,7 @@ def _replace(
 
 @gluon.jit
 def _store(y, out, row, output, T, N, STORED: gl.constexpr):
-    """y [outputs, rows] from where it is: 8 threads have neighbouring outputs of a row."""
+    """Stores y [outputs, rows]: 8 threads have neighbouring outputs of a row."""
     outputs = output + gl.arange(0, y.shape[0], gl.SliceLayout(1, STORED))
     rows = row + gl.arange(0, y.shape[1], gl.SliceLayout(0, STORED))
     inside = (outputs < N)[:, None] & (rows < T)[None, :]
@@ -278,7 +278,7 @@ def _multiply(
     WARPGROUP: gl.constexpr, GATED: gl.constexpr, LANES: gl.constexpr, ROWS: gl.constexpr, X_RING: gl.constexpr,
     WORDS_RING: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: 64 outputs of every item. Its rounds of escapes come between blocks, evenly spread."""
+    """One warpgroup: multiplies 64 outputs of every item. Rounds of escapes come between blocks, evenly spread."""
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     DOT: gl.constexpr = gl.DotOperandLayout(0, SUM, 2)
     ORDER: gl.constexpr = place_order(GATED)
@@ -393,24 +393,25 @@ def _matmul(
 
 
 def serves(outputs: int, gated: bool, device: torch.device) -> bool:
-    """Whether the kernel is made for weights of so many outputs there."""
+    """Whether the kernel takes weights of so many outputs on this device."""
     return is_hopper(device) and not (gated and outputs // 2 % _INNER_STEP)
 
 
-def multiply(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling) -> Tensor:
-    """x·Wᵀ as [P, T, N]: in bfloat16 where P is 1, else float32 parts. Of a row of x that is not finite nothing is."""
-    dtype = x_TK.dtype if tile.parts == 1 else torch.float32
-    out_PTN = torch.empty(tile.parts, len(x_TK), weight.outputs, dtype=dtype, device=x_TK.device)
-    _launch(x_TK, weight, out_PTN, tile, gated=False)
+def multiply(x_TK: Tensor, weight: Bf12Weight, tiling: HopperTiling) -> Tensor:
+    """x·Wᵀ as [P, T, N]: in bfloat16 where P is 1, else float32 parts. A row of x that is not finite gives
+    nothing finite."""
+    dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
+    out_PTN = torch.empty(tiling.parts, len(x_TK), weight.outputs, dtype=dtype, device=x_TK.device)
+    _launch(x_TK, weight, out_PTN, tiling, gated=False)
     return out_PTN
 
 
-def multiply_gated(x_TK: Tensor, weight: Bf12Weight, tile: HopperTiling) -> Tensor:
-    """silu(x·Gᵀ)·(x·Uᵀ) as [T, I], where W is G above U. The tile has one part."""
-    assert tile.parts == 1
+def multiply_gated(x_TK: Tensor, weight: Bf12Weight, tiling: HopperTiling) -> Tensor:
+    """silu(x·Gᵀ)·(x·Uᵀ) as [T, I], where W is G above U. The tiling has one part."""
+    assert tiling.parts == 1
     assert weight.outputs // 2 % _INNER_STEP == 0
     out_TI = torch.empty(len(x_TK), weight.outputs // 2, dtype=x_TK.dtype, device=x_TK.device)
-    _launch(x_TK, weight, out_TI, tile, gated=True)
+    _launch(x_TK, weight, out_TI, tiling, gated=True)
     return out_TI
 
 
@@ -420,28 +421,28 @@ def multiprocessors_of(device: torch.device) -> int:
     return count
 
 
-def _launch(x_TK: Tensor, weight: Bf12Weight, out: Tensor, tile: HopperTiling, gated: bool) -> None:
+def _launch(x_TK: Tensor, weight: Bf12Weight, out: Tensor, tiling: HopperTiling, gated: bool) -> None:
     rows, inputs = x_TK.shape
-    outputs, lanes, index, ring = weight.outputs, lanes_of(inputs), weight.index, _RING[tile.rows]
+    outputs, lanes, index, ring = weight.outputs, lanes_of(inputs), weight.index, _RING[tiling.rows]
     assert weight.inputs == inputs
     assert x_TK.dtype == torch.bfloat16
     assert x_TK.is_contiguous()
     assert weight.words_NW.is_contiguous()
     assert max(x_TK.numel(), out.numel()) < 1 << 31  # offsets are int32
-    blocks, row_tiles = inputs // (8 * lanes), triton.cdiv(rows, tile.rows)
+    blocks, row_tiles = inputs // (8 * lanes), triton.cdiv(rows, tiling.rows)
     output_tiles = triton.cdiv(outputs, OUTPUTS)
-    assert 1 <= tile.parts <= blocks
-    programs = min(multiprocessors_of(x_TK.device), row_tiles * output_tiles * tile.parts)
+    assert 1 <= tiling.parts <= blocks
+    programs = min(multiprocessors_of(x_TK.device), row_tiles * output_tiles * tiling.parts)
     _matmul[(programs,)](
-        _tensor_map(x_TK, [tile.rows, STAGE_INPUTS.value]), _tensor_map(weight.words_NW, [PIECE.value, lanes]), out,
+        _tensor_map(x_TK, [tiling.rows, STAGE_INPUTS.value]), _tensor_map(weight.words_NW, [PIECE.value, lanes]), out,
         x_TK, index.scales_N, index.firsts_G, index.places_E, index.values_E, rows, outputs, inputs, blocks, row_tiles,
-        output_tiles, TOGETHER, tile.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tile.rows,
+        output_tiles, TOGETHER, tiling.parts, outputs // 2, GATED=gated, LANES=lanes, ROWS=tiling.rows,
         X_RING=ring, WORDS_RING=ring, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
 def _tensor_map(tensor: Tensor, box: list[int]) -> Any:
-    """Of a contiguous matrix: what torch says of one row's stride may be anything."""
+    """The map of a contiguous matrix, with strides of its shape: torch gives any stride for a single row."""
     rows, columns = tensor.shape
     swizzled = gl.NVMMASharedLayout(box[1] * tensor.itemsize, 8 * tensor.itemsize, rank=2)
     return TensorDescriptor(tensor, [rows, columns], [columns, 1], box, swizzled)

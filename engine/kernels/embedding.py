@@ -1,7 +1,7 @@
-"""Token → row of the embedding, as it is or in 12 bits a number, also for a token that the flight before this one has
-only just sampled.
+"""Token → row of the embedding, as it is or in 12 bits a number, also for a token that the step before has only just
+sampled.
 
-T rows of a bucket, H hidden size, V vocabulary, W words of a coded row, R sampled rows.
+T rows of a bucket, H hidden size, V vocabulary, W words of a row, R sampled rows.
 """
 
 import torch
@@ -22,7 +22,7 @@ def _token(step, sampled, row):
     token = word(step, TOKENS, row)
     if token < 0:
         token = tl.load(sampled - 1 - token)
-    return tl.maximum(token, 0)  # what was not finite sampled −1: its sequence ends, whatever is computed here
+    return tl.maximum(token, 0)  # −1 where logits were not finite: the sequence ends, whatever is computed here
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _embed_coded(
         scale = tl.load(scales + token)
         for number in tl.static_range(8):
             tl.store(at_out + number * LANES, numbers[number].to(tl.float32) * scale, mask=inside)
-        tl.debug_barrier()  # what follows is written over it by other threads
+        tl.debug_barrier()  # other threads write escapes over it
         first, last = tl.load(firsts + token // GROUP), tl.load(firsts + token // GROUP + 1)
         for escape in tl.range(first, last, ESCAPES, num_stages=1):
             place, value = some_escapes(places, values, escape, last)
@@ -73,7 +73,7 @@ def _embed_coded(
 
 
 def embed(step: Tensor, sampled_R: Tensor, embedding: Tensor | Bf12Weight, out_TH: Tensor) -> None:
-    """out (float32) = embedding of the step's tokens; 0 in rows past them. Token −1−r stands for sampled_R[r]."""
+    """Writes the embedding of the step's tokens as float32; 0 in rows past them. Token −1−r stands for sampled_R[r]."""
     rows, hidden = out_TH.shape
     assert step.dtype == sampled_R.dtype == torch.int32
     assert out_TH.dtype == torch.float32

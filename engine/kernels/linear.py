@@ -1,8 +1,8 @@
-"""y = x·Wᵀ for few rows, where reading the weights is all that counts.
+"""y = x·Wᵀ for few rows, where reading the weights takes all the time.
 
 With one row each weight is used once: multiply and add. With more, tensor cores take the weights as first operand
 and the rows as the narrow second one. Where the outputs are too few to keep every multiprocessor reading, the inputs
-are divided as well, and the float32 parts are left to whoever takes the result: it reads them anyway.
+are divided as well, and the float32 parts are added up by the kernel that reads the result.
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """

@@ -1,9 +1,9 @@
 """Lets a kernel begin while the one before it ends (programmatic dependent launch, from Hopper on).
 
-Whoever is launched with `launch_pdl=overlaps(device)` calls `wait` in every program before it touches anything that a
-kernel writes: then all before it is done and seen, not just the last kernel. `release` lets the next one begin as soon
-as every program has called it; what that one reads after its own `wait` is complete all the same. Where the GPU cannot
-do this, and in the interpreter, both are nothing.
+A kernel launched with `launch_pdl=supports_pdl(device)` calls `wait` in every program before it touches anything that a
+kernel writes: then all kernels before it are done and visible, not just the last. `release` lets the next kernel begin
+as soon as every program has called it; what that one reads after its own `wait` is complete all the same. Without
+support, and in the interpreter, both do nothing.
 """
 
 from functools import cache

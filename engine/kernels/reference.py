@@ -1,9 +1,9 @@
 """Every operation in plain torch: the CPU's path, and the oracle that faster kernels are tested against.
 
 A row's result depends on that row alone, to the last bit, however many rows come with it: reductions run along
-fixed lengths. How many keys attention is given for a row is a function of the row's position (`key_spans`), not of its
-chunk or its company, and rows come in multiples of ROW_TILE: below that the matrix library picks kernels that add
-up in another order.
+fixed lengths. How many keys attention gets for a row follows from the row's position (`key_spans`), not from its chunk
+or the rows beside it, and rows come in multiples of ROW_TILE: below that the matrix library picks kernels that add up
+in another order.
 
 T rows, H heads, G heads per KV head, N KV heads, D head size, S sequences, Q rows per sequence, L keys, I inner size.
 """
@@ -13,21 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-KEY_TILE = 512  # in which the attention below goes through the keys
+KEY_TILE = 512  # keys that the attention below takes at once
 KEY_STEP, LONG_KEY_STEP = 64, 256  # spans grow by the one up to a whole tile, by the other after it
 ROW_TILE = 4
 UNDIVIDED_ELEMENTS = 32768  # at::internal::GRAIN_SIZE: up to here an elementwise call stays on one thread
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-    """x ÷ its root mean square · weight, computed in float32, given in `dtype`. `weight_H` is float32."""
+    """x ÷ its root mean square · weight, computed in float32, returned in `dtype`. `weight_H` is float32."""
     x32_TH = x_TH.float()
     scale_T1 = torch.linalg.vector_norm(x32_TH, 2, -1, True).square_().mul_(1 / x_TH.shape[-1]).add_(epsilon).rsqrt_()
     return torch.mul(x32_TH * scale_T1, weight_H, out=x_TH.new_empty(x_TH.shape, dtype=dtype))
 
 
 def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
-    """Rotary embedding by halves, in place. The tables are float32; `sin` has its first half negated already."""
+    """Rotates by halves, in place (rotary embedding). The tables are float32; `sin` has its first half negated."""
     x32_THD = x_THD.float()
     swapped_THD = x32_THD.roll(x_THD.shape[-1] // 2, -1)
     x_THD.copy_((x32_THD * cos_T1D).add_(swapped_THD.mul_(sin_T1D)))
@@ -36,8 +36,8 @@ def rotate_(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
 def silu_and_multiply(x_T2I: Tensor) -> Tensor:
     """silu of the first half of each row times its second half; the first half is overwritten.
 
-    torch divides a long elementwise call between threads wherever the count falls, and computes what is left over
-    of a vector with another exp than whole vectors. So silu is called for so few rows that it is never divided.
+    torch divides a long elementwise call between threads at any element, and computes what is left of a vector with
+    another exp than whole vectors. So silu is called for so few rows that it is never divided.
     """
     gate_TI, up_TI = x_T2I.chunk(2, -1)
     rows = max(1, UNDIVIDED_ELEMENTS // gate_TI.shape[1])
@@ -47,7 +47,7 @@ def silu_and_multiply(x_T2I: Tensor) -> Tensor:
 
 
 def key_spans(positions_T: NDArray[np.int32], window: int | None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """For each position the keys first … last−1 that attention is given for it; those it must not see are masked."""
+    """For each position the keys first … last−1 that attention gets; a mask hides those that it must not see."""
     step_T = np.where(positions_T < KEY_TILE, KEY_STEP, LONG_KEY_STEP).astype(np.int32)
     last_T = -(-(positions_T + 1) // step_T) * step_T
     if window is None:
@@ -69,7 +69,7 @@ def paged_attention(
     q_THD: Tensor, kv_SW: Tensor, tables_SW: NDArray[np.int32], slices_T: NDArray[np.int64],
     positions_T: NDArray[np.int32], block_tokens: int, window: int | None, softcap: float,
 ) -> Tensor:  # fmt: skip
-    """Each row's attention over the keys up to its position, one row after the other in float64: only an oracle."""
+    """Each row's attention over the keys up to its position, one row after the other in float64: an oracle."""
     heads, head_dim = q_THD.shape[1:]
     kv_heads = kv_SW.shape[1] // (2 * head_dim)
     out_THD = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)

@@ -1,7 +1,7 @@
-"""RMSNorm, fused with adding up what the linear layer before it left in parts. The sum stays float32. And the narrowing
-of a step to its wanted rows.
+"""RMSNorm, fused with adding up the parts of the linear layer before it, the sum in float32; and the gathering of the
+rows of a step whose logits are needed.
 
-P parts of one result, T rows of a bucket, R wanted rows, H hidden size, W width of all heads.
+P parts of one result, T rows of a bucket, R gathered rows, H hidden size, W width of all heads.
 """
 
 import torch
@@ -13,7 +13,7 @@ from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.step_layout import LOGITS_ROWS, SAMPLED, word
 
 _LATENCY_WARPS = 16  # one row on one SM is bound by latency: more threads, fewer steps for each
-_ROWS_OF_LATENCY = 32
+_LATENCY_ROWS_MAX = 32
 _GATHERED = 1024  # columns at once
 
 
@@ -52,11 +52,11 @@ def _gather(step, total, attended, total_out, attended_out, hidden, width, BLOCK
         tl.store(total_out + row.to(tl.int64) * hidden + columns, x, mask=columns < hidden)
         y = tl.load(attended + wanted * width + columns, mask=columns < width, other=0.0)
         tl.store(attended_out + row.to(tl.int64) * width + columns, y, mask=columns < width)
-    wait()  # without a row too: who waits for this kernel waits for all before it
+    wait()  # without a row too: the next kernel that waits for this one waits for all before it
 
 
 def add_norm(sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon: float, out_TH: Tensor) -> None:
-    """sum += Σ parts, in place; out = sum ÷ its root mean square · weight."""
+    """Adds the parts to the sum, in place, and writes sum ÷ its root mean square · weight."""
     rows, hidden = sum_TH.shape
     assert sum_TH.dtype == weight_H.dtype == torch.float32
     assert weight_H.shape == (hidden,)
@@ -76,7 +76,7 @@ def add_norm(sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon
 
 
 def gather(step: Tensor, sum_TH: Tensor, attended_TW: Tensor, sum_RH: Tensor, attended_RW: Tensor) -> None:
-    """The step's wanted rows of both; rows past their number stay as they are."""
+    """Copies the rows of both whose logits the step needs; later rows stay as they are."""
     rows, hidden = sum_RH.shape
     width = attended_RW.shape[1]
     assert step.dtype == torch.int32
@@ -88,18 +88,11 @@ def gather(step: Tensor, sum_TH: Tensor, attended_TW: Tensor, sum_RH: Tensor, at
         assert each.is_contiguous()
     block = min(_GATHERED, triton.next_power_of_2(max(hidden, width)))
     _gather[rows, triton.cdiv(max(hidden, width), block)](
-        step,
-        sum_TH,
-        attended_TW,
-        sum_RH,
-        attended_RW,
-        hidden,
-        width,
-        BLOCK=block,
+        step, sum_TH, attended_TW, sum_RH, attended_RW, hidden, width, BLOCK=block,
         launch_pdl=supports_pdl(sum_TH.device),
-    )
+    )  # fmt: skip
 
 
 def _warps(rows: int, block: int) -> int:
-    most = _LATENCY_WARPS if rows <= _ROWS_OF_LATENCY else 4
-    return max(1, min(most, block // 128))
+    max_warps = _LATENCY_WARPS if rows <= _LATENCY_ROWS_MAX else 4
+    return max(1, min(max_warps, block // 128))

@@ -1,5 +1,5 @@
-"""What lies between the qkv matmul and attention, in one pass: parts are added up, q and k normed (where the model
-does) and rotated, K and V put into their slots.
+"""From the qkv matmul to attention in one pass: parts are added up, q and k normed (where the model does) and rotated,
+K and V written into their slots.
 
 P parts, T rows of a bucket, W = (H + 2·N)·D, H heads, N KV heads, D head size, S slots.
 """
@@ -13,7 +13,7 @@ from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.step_layout import POSITIONS, ROWS, SLOTS, word
 
 _HEADS_PER_PROGRAM = 16
-_FP8_MOST = tl.constexpr(448.0)  # the largest finite float8_e4m3fn
+_FP8_MAX = tl.constexpr(448.0)  # the largest finite float8_e4m3fn
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _half(parts, offset, part_stride, inside, P: tl.constexpr):
 
 @triton.jit
 def _stored(x, FP8: tl.constexpr):
-    return tl.minimum(tl.maximum(x, -_FP8_MOST), _FP8_MOST) if FP8 else x
+    return tl.minimum(tl.maximum(x, -_FP8_MAX), _FP8_MAX) if FP8 else x
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def _rotate_and_write(
         slot = word(step, SLOTS, row).to(tl.int64)
         c = tl.load(cos + position * D + first, mask=first < D // 2, other=0.0)
         s = tl.load(sin + position * D + first + D // 2, mask=first < D // 2, other=0.0)
-        wait()  # for the parts alone: all above is the step's own and the tables'
+        wait()  # for the parts: all above depends on the step and the tables alone
         offset = row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + heads * D + first
         x1 = _half(parts, offset, part_stride, inside, P)
         x2 = _half(parts, offset + D // 2, part_stride, inside, P)
@@ -69,17 +69,17 @@ def _rotate_and_write(
         at = kv + slot * (2 * KV_HEADS * D) + (heads - HEADS) * D + first
         tl.store(at, _stored(y1, FP8).to(kv.dtype.element_ty), mask=is_kv)
         tl.store(at + D // 2, _stored(y2, FP8).to(kv.dtype.element_ty), mask=is_kv)
-    wait()  # without a row too: who waits for this kernel waits for all before it
+    wait()  # without a row too: the next kernel that waits for this one waits for all before it
 
 
 def rotate_and_write(
     step: Tensor, parts_PTW: Tensor, qk_norm_HD: Tensor | None, epsilon: float, cos_PD: Tensor, sin_PD: Tensor,
     q_THD: Tensor, kv_SW: Tensor,
 ) -> None:  # fmt: skip
-    """Σ parts → q rotated, and K rotated and V in the slots of the step's rows; rows past them are left alone.
+    """Adds up the parts, writes q rotated, and K rotated and V into the slots of the step's rows; later rows stay.
 
-    qk_norm_HD, float32, has a row for each head of q and of k. The tables are layers.rotary_tables' (float32, the first
-    half of sin negated). kv_SW is one layer of the pool, of q's dtype or float8_e4m3fn, which saturates.
+    qk_norm_HD, float32, has a row for each head of q and of k. The tables are those of decoder_layer.py (float32,
+    the first half of sin negated). kv_SW is one layer of the pool, of q's dtype or float8_e4m3fn, which saturates.
     """
     count, rows, width = parts_PTW.shape
     heads, head_dim = q_THD.shape[1:]

@@ -58,7 +58,7 @@ def _key(step, row):
 
 @triton.jit
 def _log2(x):
-    """Of normal numbers, to 2⁻²². Triton's own is exact, and takes ten times as long."""
+    """log₂ of normal numbers, to 2⁻²². Triton's own is exact, and takes ten times as long."""
     if tl.target_info.is_cuda():
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
@@ -69,7 +69,7 @@ def _noise(key, ids):
     """Standard Gumbel noise: −log(−log(1 − rest)), rest a hash of (key, id) in 0 … 1. Exact to some 1e-6."""
     hashed = _shuffle((ids + 1).to(tl.uint64) * _GOLDEN + key)
     rest = tl.minimum(((hashed >> 32).to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, _REST_MAX)
-    # 1 − rest loses what a small rest says, and the noise is great just there: by the series of the logarithm then.
+    # 1 − rest loses the digits of a small rest, where the noise is largest: the logarithm's series keeps them.
     series = rest * (1 + rest * (1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5)))))
     negative_log = tl.where(rest < 0.0625, series, -_LN_2 * _log2(1 - rest))
     return -_LN_2 * _log2(negative_log)
@@ -101,7 +101,7 @@ def _draw_chunk(
                         score = tl.where(kept, x * scale + _noise(key, at), float("-inf"))
                 else:
                     score = x * scale + _noise(key, at)
-            better = score > best  # of equal ones the lower id, which came first
+            better = score > best  # the lower id of equal ones, which came first
             best = tl.where(better, score, best)
             best_id = tl.where(better, at, best_id)
         top = tl.max(best, 0)
@@ -139,7 +139,8 @@ def _add_biases(step, logits, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count(step, sampled, counts, V, BLOCK: tl.constexpr):
-    """Bit 0: seen in prompt or output; the rest: how often in the output. Integers, so that no order matters."""
+    """Counts a row's tokens. Bit 0: seen in prompt or output; the rest: how often in the output. Integers, so that no
+    order matters."""
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
         first = word(step, HISTORY_STARTS, row)
@@ -187,8 +188,7 @@ def _forbid(step, logits, masks, V, W, BLOCK: tl.constexpr):
 
 
 def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cutoffs: tuple[Tensor, Tensor] | None = None) -> None:
-    """Chooses each row's token; −1 where its logits are not finite or all −inf. `cutoffs` are
-    those of `find_cutoffs`.
+    """Chooses each row's token; −1 where its logits are not finite or all −inf. `cutoffs` are those of `find_cutoffs`.
 
     Reads float32, bfloat16 or float16 logits once. Greedy rows (temperature 0) take the greatest logit.
     """
@@ -208,7 +208,7 @@ def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cutoffs: tuple[Tenso
 
 
 def add_biases(step: Tensor, logits_RV: Tensor) -> None:
-    """The step's logit biases, on float32 logits in place."""
+    """Adds the step's logit biases to float32 logits, in place."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
     assert logits_RV.dtype == torch.float32
@@ -216,7 +216,7 @@ def add_biases(step: Tensor, logits_RV: Tensor) -> None:
 
 
 def penalise(step: Tensor, logits_RV: Tensor, sampled_R: Tensor) -> None:
-    """Repetition, frequency and presence penalties, on float32 logits in place; sampled_R as embed has it."""
+    """Applies repetition, frequency and presence penalties to float32 logits, in place; sampled_R as in `embed`."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
     assert logits_RV.dtype == torch.float32
@@ -228,7 +228,7 @@ def penalise(step: Tensor, logits_RV: Tensor, sampled_R: Tensor) -> None:
 
 
 def forbid(step: Tensor, logits_RV: Tensor, masks_MW: Tensor) -> None:
-    """−inf where bit (id % 32) of int32 word (id ÷ 32) of the row's mask is 0, on float32 logits in place."""
+    """Writes −inf to float32 logits where bit (id % 32) of int32 word (id ÷ 32) of the row's mask is 0."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
     assert logits_RV.dtype == torch.float32

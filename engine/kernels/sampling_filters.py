@@ -39,19 +39,19 @@ def _ordered(values):
 
 @triton.jit
 def _float(ordered):
-    """What `_ordered` was made of."""
+    """The inverse of `_ordered`."""
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _mass(x, peak, scale, BY_MASS: tl.constexpr):
-    """What a value weighs: its likelihood against the likeliest's, or 1 where values are counted."""
+    """The weight of a value: its likelihood relative to the likeliest, or 1 where values are counted."""
     return tl.exp((x - peak) * scale) if BY_MASS else (x == x).to(tl.float32)
 
 
 @triton.jit
 def _extremes(x_row, V, BLOCK: tl.constexpr):
-    """The greatest value of each lane's share of the row, and the least of all that is not −inf."""
+    """The largest value of each lane's share of the row, and the smallest of all that is not −inf."""
     peaks = tl.full([BLOCK], float("-inf"), tl.float32)
     leasts = tl.full([BLOCK], float("inf"), tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=4):
@@ -75,7 +75,7 @@ def _weigh(x_row, V, peak, scale, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def _measure(x_row, V, peak, scale, edges_E, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """What the values at or above each edge weigh together."""
+    """The mass of the values at or above each edge."""
     totals = tl.zeros([_EDGES, BLOCK], tl.float32)
     for start in tl.range(0, V, BLOCK, num_stages=4):
         at = start + tl.arange(0, BLOCK)[None, :]
@@ -86,7 +86,7 @@ def _measure(x_row, V, peak, scale, edges_E, BY_MASS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def _edges(low, high, base, rounds):
-    """Parts low … high: evenly from `base` on, or, where that was not enough, evenly among the float32 there are."""
+    """Divides low … high: evenly from `base` on, or, where that was not enough, evenly among the float32 numbers."""
     part = tl.arange(0, _EDGES)
     share = part.to(tl.float32) / _EDGES
     even = tl.where(part == 0, low, base * (1 - share) + high * share)
@@ -97,7 +97,7 @@ def _edges(low, high, base, rounds):
 
 @triton.jit
 def _list(x_row, V, low, high, listed, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies the values in low … high, high excluded. Gives how many they are, of which the first LISTED are copied."""
+    """Copies the first LISTED values in low … high, high excluded. Returns how many there are."""
     found = 0
     for start in tl.range(0, V, BLOCK, num_stages=4):
         at = start + tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def _list(x_row, V, low, high, listed, LISTED: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def _greatest(values, weights, beyond, goal, low, last):
-    """The greatest float32 such that `beyond` and the values at or above it weigh the goal; `low` if none does."""
+    """The largest float32 such that `beyond` and the values at or above it weigh the goal; `low` if none does."""
     order = _ordered(values)
     first = _ordered(low)
     while first < last:
@@ -131,11 +131,11 @@ def _narrow(
     x_row, V, peaks, peak, scale, low, base, goal, listed,
     BY_MASS: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values low … high, high excluded, among which is the greatest such that those at or above it weigh the goal.
+    """Narrows low … high, high excluded, around the largest value such that those at or above it weigh the goal.
 
-    Gives (low, high, what is at or above each, how many values between them are listed); more than LISTED where they
-    all are equal. Mostly the peaks of the lanes weigh the goal by themselves, and little is as great as the least of
-    those that are needed for it: then all that is as great is listed at once.
+    Returns (low, high, the mass at or above each, how many values between them are listed); more than LISTED where all
+    are equal. Mostly the peaks of the lanes weigh the goal by themselves, and few values reach the smallest peak that
+    is needed for it: then all of these are listed at once.
     """
     high = _float(_ordered(peak) + 1)
     low_total, high_total = tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
@@ -154,7 +154,7 @@ def _narrow(
         low_total = tl.min(tl.where(reached_E, totals_E, whole), 0)
         high_total = tl.maximum(high_total, tl.max(tl.where(reached_E, 0.0, totals_E), 0))
         if low_total <= LISTED * _mass(low, peak, scale, BY_MASS):
-            # So few that all of them can be listed, which spares another search its own list.
+            # So few that all of them can be listed, which saves another search its own list.
             high, high_total = _float(_ordered(peak) + 1), tl.full((), 0, tl.float32)
         rounds += 1
         if _ordered(high) - 1 <= _ordered(low):
@@ -168,8 +168,8 @@ def _narrow(
 def _pick(
     low, high, low_total, high_total, found, goal, peak, scale, listed, BY_MASS: tl.constexpr, LISTED: tl.constexpr
 ):
-    """The greatest of what `_narrow` left such that those at or above it weigh the goal; how many that equal it are
-    needed for that, and how many there are."""
+    """The largest value in the range of `_narrow` such that those at or above it weigh the goal; how many values that
+    equal it are needed for that, and how many there are."""
     at = tl.arange(0, LISTED)
     inside = at < tl.where(found <= LISTED, found, 0)
     x = tl.load(listed + at, mask=inside, other=float("-inf"))
@@ -185,7 +185,7 @@ def _pick(
 
 @triton.jit
 def _last_tie(x_row, V, cut, ties, BLOCK: tl.constexpr):
-    """The id of the last of so many that equal the cut."""
+    """The id of the last of the first `ties` values that equal the cut."""
     seen, last = 0, -1
     for start in tl.range(0, V, BLOCK, num_stages=4):
         at = start + tl.arange(0, BLOCK)
@@ -256,7 +256,8 @@ def _cut(step, logits, cuts, lasts, listed, V, LISTED: tl.constexpr, BLOCK: tl.c
 
 
 def find_cutoffs(step: Tensor, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row the least logit that min_p, top_k and top_p leave, and the last id that is left of those that equal it.
+    """The smallest logit of each row that min_p, top_k and top_p leave, and the last id that they leave of those that
+    equal it.
 
     Reads float32, bfloat16 or float16 logits two to four times where a row has a filter and little is left, else more.
     """

@@ -1,4 +1,4 @@
-"""How a kernel finds its part of a packed step (engine/step/layout.py) from the array's address alone."""
+"""How a kernel finds its part of a step's words (engine/step/layout.py) from the array's address alone."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""silu(gate) · up: what a gated MLP does between its two matmuls. T rows, I inner size."""
+"""silu(gate) · up, between the two matmuls of a gated MLP. T rows, I inner size."""
 
 import torch
 import triton
