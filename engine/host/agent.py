@@ -179,7 +179,10 @@ class HostAgent:
             return
         number = next(self._numbers)
         gateway = PeerChannel(
-            self._selector, peer, lambda frame: self._on_frame(number, frame), lambda _: self._on_disconnect(number)
+            self._selector,
+            peer,
+            lambda frame: self._on_frame(number, frame),
+            lambda reason: self._on_disconnect(number, reason),
         )
         self._gateways[number] = gateway
         gateway.send(self._published)
@@ -190,7 +193,8 @@ class HostAgent:
         else:
             log("frame_ignored", kind=type(frame).__name__)
 
-    def _on_disconnect(self, number: int) -> None:
+    def _on_disconnect(self, number: int, reason: str) -> None:
+        log("gateway_lost", reason=reason)
         del self._gateways[number]
         self._demand.drop(number)
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -8,10 +9,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from engine.host.supervisor import SupervisionTimeouts
+from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.heartbeat import ReplicaPhase
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX
 from engine.protocol.types import Residency
@@ -98,6 +101,28 @@ def test_a_machine_that_was_itself_stopped_blames_nobody(short: Path) -> None:
         time.sleep(0.8)
         assert host.fleet()["a"].boot == 1
         assert "replica_hung" not in host.log
+
+
+def test_a_gateway_of_another_protocol_is_refused_by_name_and_others_are_served(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        body = msgspec.msgpack.encode(["tomorrow", 1])
+        with host.gateway() as stranger:
+            stranger.sendall(len(body).to_bytes(4, "big") + body)
+            wait_for(lambda: host.events("gateway_lost"))
+        (lost,) = host.events("gateway_lost")
+        assert "'tomorrow' frame, which protocol 1 does not have: install the same hearth" in lost["reason"]
+        assert host.fleet()["a"].residency is Residency.DEVICE
+
+
+def test_a_log_for_people_is_text_and_progress_is_still_read(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_FORMAT_VARIABLE, "text")
+    with hosting(short, {"a": "half-loaded"}) as host:
+        host.until("a", lambda state: state.problem == "loading 43 %")
+        wait_for(lambda: "loading percent=43" in host.log)
+        (line,) = [line for line in host.log.splitlines() if "percent=43" in line]
+        assert re.fullmatch(r"\[a\] \d\d:\d\d:\d\d loading percent=43", line)
+        assert "{" not in host.log
 
 
 def test_a_replica_that_cannot_start_is_tried_with_growing_pauses_and_says_why(short: Path) -> None:

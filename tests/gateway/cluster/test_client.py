@@ -163,16 +163,40 @@ def test_a_rejection_reaches_the_caller_with_its_reason(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_another_protocol_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class HelloOfTomorrow(msgspec.Struct, array_like=True, tag="hello"):
+    """A Hello of a later protocol, with other fields after its version."""
+
+    protocol: int = 99
+    model: tuple[str, ...] = ("m", "n")
+    later: tuple[int, ...] = (1, 2)
+
+
+class FrameOfTomorrow(msgspec.Struct, array_like=True, tag="transfer"):
+    """A frame that only a later protocol has."""
+
+    blocks: tuple[int, ...] = (1,)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "problem"),
+    [
+        (None, "a Hello of protocol 99, and this process speaks protocol 1: install the same hearth"),
+        (HelloOfTomorrow(), "a Hello of protocol 99, and this process speaks protocol 1: install the same hearth"),
+        (FrameOfTomorrow(), "a 'transfer' frame, which protocol 1 does not have: install the same hearth"),
+    ],
+    ids=["version", "fields", "kind"],
+)
+def test_a_replica_of_another_protocol_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greeting: object, problem: str
+) -> None:
     async def scenario() -> None:
         stub = StubFleet(tmp_path)
-        hello = msgspec.structs.replace(stub.replicas[0].hello(), protocol=99)
+        hello = greeting or msgspec.structs.replace(stub.replicas[0].hello(), protocol=99)
         monkeypatch.setattr(stub.replicas[0], "hello", lambda: hello)
         async with stub.serving():
             fleet = ReplicaFleet([stub.address])
             running = asyncio.create_task(fleet.run())
-            await until(lambda: any("protocol 99" in seen.problem for seen in fleet.replicas()))
-            assert "install the same hearth" in fleet.replicas()[0].problem
+            await until(lambda: any(problem in seen.problem for seen in fleet.replicas()))
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
