@@ -9,7 +9,7 @@ from engine.protocol.frames import ModelDemand
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What waits for one model: requests, the heaviest account's weight among them, and since when."""
+    """The requests that wait for one model: how many, the heaviest account's weight among them, and since when."""
 
     requests: int = 0
     weight: float = 1.0

@@ -1,4 +1,4 @@
-"""What an agent has on its host for itself: the lock on its folder, where it and its replicas listen, and the cache of
+"""The places that an agent has on its host: the lock on its folder, where it and its replicas listen, and the cache of
 compiled kernels. It knows neither processes nor models' weights."""
 
 import contextlib

@@ -24,7 +24,7 @@ _RETRY_PARTS: Final = 4  # of what a wake that failed needs, one part more is ma
 
 
 class ReplicaCondition(NamedTuple):
-    """What of a replica's state its callers wait for."""
+    """The part of a replica's state that its callers wait for."""
 
     residency: Residency
     toward: Residency
@@ -78,7 +78,7 @@ class PlacementReconciler:
             self._apply(self.replicas[placement.name], placement, now)
 
     def conditions(self, now: float) -> list[ReplicaCondition]:
-        """What gateways are to hear at once when it changes."""
+        """The part of the state that gateways are to hear at once when it changes."""
         return [
             ReplicaCondition(
                 replica.residency,

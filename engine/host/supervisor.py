@@ -122,14 +122,11 @@ class _Subprocess:
 
     def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
         assert popen.stdout is not None
-        self._pipe = popen.stdout
         self.pid = popen.pid
         self.output = popen.stdout.fileno()
         self.poll, self.wait = popen.poll, popen.wait
         self.terminate, self.kill = popen.terminate, popen.kill
-
-    def close(self) -> None:
-        self._pipe.close()
+        self.close = popen.stdout.close
 
 
 class ReplicaSupervisor:

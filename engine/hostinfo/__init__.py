@@ -1,1 +1,1 @@
-"""What this host has, without torch: GPUs, memory and the limits of its control group."""
+"""The hardware of this host, found without torch: GPUs, memory and the limits of its control group."""

@@ -13,8 +13,8 @@ RESIZES_PER_MINUTE: Final = 120
 
 
 class PlacementCapacity:
-    """What is left while a decision is made. `free_bytes` of a device may be below 0: the room that a replica waits for
-    is taken out too."""
+    """The bytes and moves that are left while a decision is made. `free_bytes` of a device may be below 0: the room
+    that a replica waits for is taken out too."""
 
     def __init__(self, snapshot: PlacementSnapshot, allowance: MoveAllowance) -> None:
         count = len(snapshot.devices)
@@ -105,7 +105,7 @@ class EvictionCandidate:
 
 @dataclass(frozen=True, slots=True)
 class EvictionPlan:
-    """What makes room on a device."""
+    """The moves that make room on a device."""
 
     cost: float
     shrinks: tuple[tuple[ReplicaSnapshot, int], ...]  # to so many bytes

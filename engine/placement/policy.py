@@ -189,13 +189,15 @@ def _bring_to_device(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> N
 
 
 def _may_begin(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) -> bool:
-    """Copies to a device share its link: two at once would both end when the second of two in turn does."""
+    """Whether a start or wake may begin. Copies to a device share its link: two at once would both end when the second
+    of two in turn does."""
     wakes = replica.residency is Residency.MEMORY
     return capacity.allows_moves(device, 1) and not (wakes and capacity.waking[device])
 
 
 def _may_preempt(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> bool:
-    """What is pinned may at once, others when they have waited for long enough; no second replica of a model may."""
+    """Whether running replicas may leave for it: at once where it is pinned, else when it has waited for long enough;
+    not for a second replica of a model."""
     if any(other.serves and other.model == replica.model for other in capacity.snapshot.replicas):
         return False
     return replica.preferences.pinned or replica.waited_s >= replica.preferences.wake_s

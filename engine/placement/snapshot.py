@@ -1,5 +1,5 @@
-"""What a placement decision is made of, and what it says: replicas as they are, placements, and what arithmetic alone
-makes of them. Nothing here decides, and no clock runs but the `now` that it is given.
+"""The input and the output of a placement decision: replicas as they are, placements, and what arithmetic alone makes
+of them. Nothing here decides, and no clock runs but the `now` that it is given.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class PlacementPreferences:
 
 @dataclass(frozen=True, slots=True)
 class TransitionTimes:
-    """What moves of a replica take, in seconds: as measured, or as its bytes let expect."""
+    """How long moves of a replica take, in seconds: as measured, or as its bytes let expect."""
 
     start_s: float  # from DISK to DEVICE
     wake_s: float  # from MEMORY to DEVICE
@@ -166,7 +166,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class MoveAllowance:
-    """What is left of each device's moves, at `at`: token buckets. An empty one is full."""
+    """The rest of each device's moves, at `at`: token buckets. An empty one is full."""
 
     at: float = 0.0
     moves: tuple[float, ...] = ()

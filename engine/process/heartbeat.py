@@ -15,7 +15,7 @@ _BEATS = (1 << 56) - 1
 
 
 class ReplicaPhase(enum.IntEnum):
-    """What the process is doing. In IDLE and STEP it beats at least once a second; else it may be silent longer."""
+    """The work of a process. In IDLE and STEP it beats at least once a second; else it may be silent longer."""
 
     STARTING = 0  # importing; what a new file says
     LOADING = 1  # weights on their way; a beat per tensor

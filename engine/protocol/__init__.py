@@ -1,1 +1,1 @@
-"""What processes say to each other: frames, addresses and framing. It knows no sockets' owners and no torch."""
+"""The messages between processes: frames, addresses and framing. It knows no sockets' owners and no torch."""

@@ -274,8 +274,8 @@ class FrameError(ValueError):
 
 
 class _Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What every version of the protocol agrees on: a frame is an array that begins with its kind, and a Hello's next
-    field is its version."""
+    """The beginning of a frame, which is the same in every version of the protocol: an array whose first element is the
+    kind; the next of a Hello is the version."""
 
     kind: str
     first: msgspec.Raw = msgspec.Raw()
@@ -332,7 +332,7 @@ def _decode(body: bytes) -> Frame:
 
 
 def _foreign(body: bytes) -> str:
-    """What makes an unreadable body a frame of another version, in words; empty where nothing does."""
+    """Why an unreadable body is a frame of another version, in words; empty where it is not."""
     try:
         envelope = _envelopes.decode(body)
         if envelope.kind not in _KINDS:

@@ -1,4 +1,4 @@
-"""What a process reports of its work in a file or on its output: its memory, an inspected folder, a warmed model."""
+"""Reports of a process on its work in a file or on its output: its memory, an inspected folder, a warmed model."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InspectionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m engine.weights.validate` found of a folder's weights, from headers alone."""
+    """A folder's weights as `python -m engine.weights.validate` reads them from headers alone."""
 
     numbers: int  # that a replica would load
     coded_numbers: int = 0  # of these, in 12 bits each where a GPU has them in bfloat16
@@ -36,7 +36,7 @@ class InspectionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `python -m engine.execution.warmup` found or prepared of what starts of a model take over."""
+    """The files that starts of a model take over, which `python -m engine.execution.warmup` found or prepared."""
 
     needed: bool  # there is something that later starts would have to find out
     found: bool  # it was there already

@@ -1,4 +1,4 @@
-"""What a process is told at its start: a model, a replica, a machine. Documents of JSON on a command line."""
+"""Specifications that processes are started with: a model, a replica, a machine; JSON documents on a command line."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
 """A replica without a model, for tests of its machine: it beats, moves where it is told, and misbehaves as the files in
 its folder say.
 
-As a program it is a machine whose replicas are this file:  python fake_replica.py machine MACHINE_SPEC PATIENCE
+As a program it is a machine whose replicas are this file:  python fake_replica.py machine MACHINE_SPEC TIMEOUTS
 or one such replica:                                        python fake_replica.py replica REPLICA_SPEC
 """
 
@@ -43,8 +43,9 @@ def command(spec: ReplicaSpec) -> list[str]:
 class Fake:
     """Where a fake replica says that it is, and how it answers its peers.
 
-    The file `places` of its folder gets a line for each Place; `moves` says how it takes them: ok, problem (wakes, and
-    sleeps, fail), never (they are not answered), crash (in the middle); `load` what it tells of its load.
+    The file `places` of its folder gets a line for each SetPlacement; `moves` says how it takes them: ok, problem
+    (wakes, and sleeps, fail), never (they are not answered), crash (in the middle); `load` is what it reports of its
+    load.
     """
 
     def __init__(self, spec: ReplicaSpec, listener: socket.socket) -> None:
@@ -65,7 +66,7 @@ class Fake:
         return most if device_bytes is None else max(self.least, min(most, device_bytes))
 
     def serve(self, seconds: float) -> None:
-        """What peers sent; gives them Load."""
+        """Takes what peers sent, and sends them its load."""
         for key, _ in self.selector.select(seconds):
             peer = key.fileobj
             assert isinstance(peer, socket.socket)
@@ -206,5 +207,5 @@ if __name__ == "__main__":
         from engine.host import agent  # only here: replicas start quicker without
         from engine.host.supervisor import SupervisionTimeouts
 
-        patience = SupervisionTimeouts(**msgspec.json.decode(sys.argv[3]))
-        sys.exit(agent.main(sys.argv[2:3], command, patience))
+        timeouts = SupervisionTimeouts(**msgspec.json.decode(sys.argv[3]))
+        sys.exit(agent.main(sys.argv[2:3], command, timeouts))

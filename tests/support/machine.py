@@ -83,7 +83,7 @@ class Host:
         self._write(name, "moves", how)
 
     def load(self, name: str, **load: Any) -> None:
-        """What its replica says of its load, beside nothing."""
+        """Sets the load that its replica reports, beside nothing."""
         self._write(name, "load", json.dumps(load))
 
     def _write(self, name: str, what: str, text: str) -> None:
@@ -93,7 +93,7 @@ class Host:
         unfinished.replace(self.folder / name / what)
 
     def places(self, name: str) -> list[tuple[str, int | None]]:
-        """The Places that its replicas got."""
+        """The SetPlacements that its replicas got."""
         path = self.folder / name / "places"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(residency, device_bytes) for residency, device_bytes, _ in map(json.loads, lines)]
@@ -117,13 +117,13 @@ class Host:
         return opened
 
     def say(self, *wants: frames.ModelDemand) -> None:
-        """On the connection that `fleet` reads."""
+        """Sends demand on the connection that `fleet` reads."""
         self.fleet()
         assert self._socket is not None
         self._socket.sendall(b"".join(map(frames.encode_frame, wants)))
 
     def whole(self) -> frames.MachineState | None:
-        """What the machine said last."""
+        """The last state that the machine reported."""
         if self._socket is None:
             self._socket = self.gateway()
             self._socket.settimeout(0.02)

@@ -27,7 +27,7 @@ def short() -> Iterator[Path]:
         yield folder
 
 
-def test_a_replica_is_told_of_when_it_serves(short: Path) -> None:
+def test_a_replica_is_reported_when_it_serves(short: Path) -> None:
     with hosting(short, {"b": "serve", "a": "slow-load"}) as host:
         host.until_serving("b")
         host.until("a", lambda state: state.boot == 1)
@@ -41,7 +41,7 @@ def test_a_replica_is_told_of_when_it_serves(short: Path) -> None:
         probe.close()
 
 
-def test_a_crash_is_told_within_half_a_second_and_repaired(short: Path) -> None:
+def test_a_crash_is_reported_within_half_a_second_and_repaired(short: Path) -> None:
     """The quickest of three: the host of the tests may be busy."""
     with hosting(short, {"a": "serve"}) as host:
         noticed_s = []

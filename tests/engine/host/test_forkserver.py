@@ -83,7 +83,7 @@ def started(forks: ForkserverLauncher, name: str, folder: Path, **environment: s
         process.close()
 
 
-def test_a_fork_is_a_child_of_ours_with_everything_imported(spied: ForkserverLauncher, tmp_path: Path) -> None:
+def test_a_fork_is_a_child_of_this_process_with_everything_imported(spied: ForkserverLauncher, tmp_path: Path) -> None:
     assert spied.zygote is not None
     with started(spied, "stays", tmp_path) as process:
         found = told(process)
@@ -103,7 +103,7 @@ def test_a_fork_has_an_environment_and_descriptors_of_its_own(spied: ForkserverL
         assert told(process)["environment"] is None
 
 
-def test_who_reads_a_fork_s_output_hears_that_it_has_ended(spied: ForkserverLauncher, tmp_path: Path) -> None:
+def test_the_end_of_a_fork_ends_its_output(spied: ForkserverLauncher, tmp_path: Path) -> None:
     with started(spied, "ends", tmp_path) as process:
         told(process)
         assert os.read(process.output, 1) == b""
@@ -165,7 +165,7 @@ def test_forks_outlive_the_zygote_and_programs_stand_in_for_it(tmp_path: Path) -
 
 
 def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
-    """What a fork tells, when there are forks again; programs meanwhile."""
+    """A fork's report, once there are forks again; programs start meanwhile."""
     until = time.monotonic() + 30.0
     while True:
         assert forks.ready(time.monotonic()), "nobody waits for a second zygote"

@@ -62,7 +62,7 @@ def hello(protocol: int = PROTOCOL_VERSION) -> Hello:
     return Hello(protocol, "m", "", "1", 1, 1, 1, 1, 1)
 
 
-def test_a_link_says_where_to_be_first_and_keeps_what_it_is_told(loop: Loop) -> None:
+def test_a_peer_is_first_sent_its_placement_and_its_reports_are_kept(loop: Loop) -> None:
     with loop.listen() as listener:
         loop.turn()
         peer, _ = listener.accept()
@@ -82,7 +82,7 @@ def test_a_link_says_where_to_be_first_and_keeps_what_it_is_told(loop: Loop) -> 
     loop.link.close()
 
 
-def test_a_lost_link_forgets_what_it_knew_and_is_opened_again_after_growing_pauses(loop: Loop) -> None:
+def test_a_lost_connection_forgets_what_it_knew_and_is_opened_again_after_growing_pauses(loop: Loop) -> None:
     with loop.listen() as listener:
         loop.turn()
         peer, _ = listener.accept()
@@ -107,7 +107,7 @@ def test_a_lost_link_forgets_what_it_knew_and_is_opened_again_after_growing_paus
     loop.link.close()
 
 
-def test_nobody_who_listens_is_tried_again(loop: Loop) -> None:
+def test_a_connection_that_nobody_accepts_is_tried_again(loop: Loop) -> None:
     loop.turn()
     with loop.listen() as listener:
         loop.now = 1.0
@@ -124,7 +124,7 @@ def test_nobody_who_listens_is_tried_again(loop: Loop) -> None:
         (encode_frame(ModelDemand("m", 1)), "a ModelDemand is not for a machine"),
     ],
 )
-def test_what_a_replica_does_not_send_loses_the_link(
+def test_a_frame_that_no_replica_sends_loses_the_connection(
     loop: Loop, rubbish: bytes, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with loop.listen() as listener:
@@ -139,7 +139,7 @@ def test_what_a_replica_does_not_send_loses_the_link(
     loop.link.close()
 
 
-def test_one_that_takes_a_connection_and_says_nothing_is_given_up(loop: Loop) -> None:
+def test_a_replica_that_accepts_and_never_greets_is_given_up(loop: Loop) -> None:
     with loop.listen() as listener:
         loop.turn()
         peer, _ = listener.accept()

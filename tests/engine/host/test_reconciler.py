@@ -138,7 +138,7 @@ def test_a_replica_that_never_answers_an_order_is_killed_at_its_deadline(short: 
         assert host.moves()["wake_failed"] == 1
 
 
-def test_one_that_serves_and_never_says_where_it_is_is_killed_and_left_alone_for_a_while_that_doubles(
+def test_a_replica_that_serves_and_never_reports_is_killed_and_left_alone_for_a_while_that_doubles(
     short: Path,
 ) -> None:
     patience = {"move_s": 0.4, "deaths": 3, "window_s": 1.0, "quarantine_s": 0.3, "backoff_s": 0.02}
@@ -269,7 +269,7 @@ def test_one_that_dies_again_and_again_is_left_alone_for_a_while_that_doubles(sh
         assert not host.until_serving("a").quarantined
 
 
-def test_a_link_that_is_lost_is_opened_again_and_nothing_is_moved_meanwhile(short: Path) -> None:
+def test_a_lost_connection_is_opened_again_and_nothing_is_moved_meanwhile(short: Path) -> None:
     with crowd(short) as host:
         sleeper = settled(host)
         host.behave(sleeper, "deaf")
@@ -280,7 +280,7 @@ def test_a_link_that_is_lost_is_opened_again_and_nothing_is_moved_meanwhile(shor
         assert host.until_serving(sleeper).boot == 1
 
 
-def test_a_crowd_copies_its_weights_ahead_and_is_told_of_in_bytes_no_more_often_than_is_of_use(short: Path) -> None:
+def test_a_crowd_copies_its_weights_ahead_and_is_reported_in_bytes_no_more_often_than_is_of_use(short: Path) -> None:
     with crowd(short) as host:
         settled(host)
         assert all(host.told(name).standby and host.told(name).device_bytes is not None for name in "abc")

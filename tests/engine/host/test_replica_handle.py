@@ -125,7 +125,7 @@ def test_it_starts_until_it_has_said_how_large_it_is(kept: Kept) -> None:
     assert kept.heard() == [SetPlacement(Residency.DEVICE)]
 
 
-def test_one_that_never_says_it_counts_as_arrived_after_a_while_and_cannot_be_moved(kept: Kept) -> None:
+def test_a_replica_that_never_reports_counts_as_placed_after_a_while_and_cannot_be_moved(kept: Kept) -> None:
     kept.start()
     kept.serve()
     kept.now += 2.1
@@ -201,7 +201,7 @@ def test_kv_is_short_for_a_while_where_sequences_lacked_blocks(
     assert not kept.resident().kv_short
 
 
-def test_who_waits_first_is_the_one_in_a_gateway_or_in_the_replica(kept: Kept) -> None:
+def test_the_first_request_waits_in_a_gateway_or_in_the_replica(kept: Kept) -> None:
     kept.start()
     kept.serve()
     kept.say(HERE, load(waiting=2, running=1, free_blocks=25))
@@ -233,7 +233,7 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(kept: Kept) -> 
     assert kept.resident().is_at_rest
 
 
-def test_a_new_connection_is_told_the_order_that_was_under_way(kept: Kept) -> None:
+def test_a_new_connection_is_sent_the_placement_that_was_under_way(kept: Kept) -> None:
     kept.start()
     kept.serve()
     kept.say(HERE)
@@ -257,7 +257,7 @@ def test_one_that_is_alone_is_left_as_large_as_it_is(kept: Kept) -> None:
     assert seen.min_bytes == seen.max_bytes == seen.granted_bytes
 
 
-def test_how_long_it_takes_is_told_in_steps_and_counts_down(kept: Kept) -> None:
+def test_the_time_until_it_serves_is_reported_in_steps_and_counts_down(kept: Kept) -> None:
     state = kept.replica.state(kept.now, "", 8140)
     assert (state.ready_ms, state.residency) == (9000, Residency.DISK)
     kept.start()
@@ -295,7 +295,7 @@ def test_a_start_ends_with_an_answer_or_so_long_after_it_serves_however_long_it_
     assert kept.replica.transition.deadline == kept.now - 5.0 + SupervisionTimeouts().move_s
 
 
-def test_one_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_replica_that_is_to_end_has_that_time_more_too(kept: Kept, capfd: pytest.CaptureFixture[str]) -> None:
     kept.start()
     kept.supervisor.end(kept.now)
     kept.now += 500.0

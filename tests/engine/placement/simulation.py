@@ -224,7 +224,7 @@ class Machine:
             self._serve(replica)
 
     def _preempt(self, replica: Replica, again_s: float) -> None:
-        """They go back to waiting with what they have, and read it again later."""
+        """Jobs go back to waiting with what they have, and read it again later."""
         for job in reversed(replica.running):
             assert job.runs_since is not None
             job.left_s = max(0.0, job.left_s - (self.now - job.runs_since)) + again_s
@@ -344,7 +344,7 @@ class Machine:
             ), "one that runs was interrupted for nobody"
 
     def _count_move(self, replica: Replica, move: Placement) -> None:
-        """Those of one minute and device stay within the bounds, resizes that make room with the first."""
+        """Moves of one minute and device stay within the bounds, resizes that make room with the first."""
         resize = replica.residency is DEVICE and move.residency is DEVICE
         minute = self._minutes.setdefault((move.device, resize), deque())
         minute.append(self.now)
@@ -376,8 +376,8 @@ class Machine:
 def least_misses(
     trace: Sequence[Request], sizes: dict[str, int], room: int, there: frozenset[str] = frozenset()
 ) -> int:
-    """Of all ways to serve the trace in its order with what fits into `room` at once, the fewest arrivals: exact, over
-    all sets of models. Who knows the future brings nobody before it is asked for."""
+    """The fewest arrivals of all ways to serve the trace in its order with what fits into `room` at once: exact, over
+    all sets of models. With the future known, no model comes before it is asked for."""
     costs = {there: 0}
     for request in trace:
         following: dict[frozenset[str], int] = {}

@@ -113,7 +113,7 @@ def test_the_heavier_plan_and_the_higher_priority_wake_first() -> None:
     assert moves(view(asleep("a", **waits()), urgent, devices=device)) == [("b", DEVICE)]
 
 
-def test_nobody_is_passed_by_who_came_much_later() -> None:
+def test_no_model_is_passed_by_one_that_came_much_later() -> None:
     light = asleep(
         "a", preferences=PlacementPreferences(wake_s=100), **waits(2 * HEAD_STARTS * HEAD_START_S + 0.2, weight=1e-6)
     )
@@ -121,7 +121,7 @@ def test_nobody_is_passed_by_who_came_much_later() -> None:
     assert moves(view(light, heavy, devices=(20 * GB,))) == [("a", DEVICE)]
 
 
-def test_who_has_no_room_beside_the_process_of_one_that_sleeps_has_one_that_is_awake_end() -> None:
+def test_a_replica_without_room_beside_a_sleeping_process_lets_an_awake_one_end() -> None:
     large = on_disk("large", min_bytes=39 * GB, **waits(5.0))
     assert moves(view(awake("a"), large)) == [("a", DISK)]
     assert moves(view(awake("a"), replace(large, min_bytes=38 * GB))) == [("a", MEMORY)]
@@ -203,12 +203,12 @@ def test_the_idle_one_of_which_least_is_expected_sleeps() -> None:
         {"resizing": True},
     ],
 )
-def test_who_is_pinned_has_just_come_or_runs_stays(kept: dict[str, Any]) -> None:
+def test_a_replica_that_is_pinned_has_just_come_or_runs_stays(kept: dict[str, Any]) -> None:
     seen = view(awake("a", **kept), asleep("b", **waits(1.9)), devices=(30 * GB,))
     assert not moves(seen)
 
 
-def test_who_runs_is_preempted_for_one_that_has_waited_long_enough() -> None:
+def test_a_running_replica_is_preempted_for_one_that_has_waited_long_enough() -> None:
     move = only(view(awake("a", running=1), asleep("b", **waits(2.0)), devices=(30 * GB,)))
     assert (move.name, move.residency) == ("a", MEMORY)
     fresh = awake("a", running=1, placed_at=NOW - 0.5, preferences=PlacementPreferences(resident_s=0.1))
@@ -416,7 +416,7 @@ def test_arrivals_are_at_most_half_more_than_the_least_possible_on_zipf_and_burs
 
 
 def test_models_in_turn_cost_as_many_times_the_least_possible_as_there_are_rooms_at_most() -> None:
-    """What is asked for the longest time ago is asked for next: nothing that happened before tells it."""
+    """The model that was called the longest time ago is called next: nothing that happened before tells it."""
     models = _models(3)
     trace = round_robin(_names(models), 3.0, 150)
     assert 1.2 < _ratio(trace, _played(trace, models, 2), 2) <= 2.0

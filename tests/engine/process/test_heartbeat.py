@@ -5,7 +5,7 @@ import pytest
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 
 
-def test_a_new_pulse_is_starting_and_has_no_beats(tmp_path: Path) -> None:
+def test_a_new_heartbeat_is_starting_and_has_no_beats(tmp_path: Path) -> None:
     pulse = Heartbeat.create(tmp_path / "pulse")
     assert pulse.read() == (ReplicaPhase.STARTING, 0)
 

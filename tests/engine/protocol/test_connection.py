@@ -46,7 +46,7 @@ def test_the_end_of_the_stream_and_rubbish_are_told_apart(ends: tuple[FrameConne
         list(connection.frames())
 
 
-def test_who_does_not_read_is_gone_when_too_much_is_unread(ends: tuple[FrameConnection, socket.socket]) -> None:
+def test_a_peer_that_does_not_read_is_gone_when_too_much_is_unread(ends: tuple[FrameConnection, socket.socket]) -> None:
     connection, peer = ends
     sent = b"x" * 1_000_000
     with pytest.raises(PeerGone, match="unread"):
