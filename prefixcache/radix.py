@@ -98,10 +98,6 @@ class NamespaceRoot(RadixNode):
         self._hidden: dict[RadixNode, bytes] = {}  # hidden nodes and their keys in their parents
         self._hides = 0
 
-    @property
-    def unpinned(self) -> int:
-        return self.cached - self.pinned
-
     def child_at(self, node: RadixNode, packed: bytes, at: int, expired_s: float) -> RadixNode | None:
         """The child of `node` that goes on with `packed` from `at` on, cut where they part; None where there is none.
 

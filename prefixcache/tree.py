@@ -346,7 +346,7 @@ class PrefixTree:
     def _hottest(self, max_blocks: int, excluded: Container[int]) -> list[tuple[NamespaceRoot, RadixNode]]:
         """The nodes to keep, split where they have too much; none that is pinned already. A node is never read more
         often, nor later, than the one above it, so that the next one is always the best below the nodes kept."""
-        kept: list[tuple[NamespaceRoot, RadixNode]] = []
+        retained: list[tuple[NamespaceRoot, RadixNode]] = []
         ranks: list[tuple[int, float, int, NamespaceRoot, RadixNode]] = []
         number = numbers()
 
@@ -362,13 +362,13 @@ class PrefixTree:
                 size = len(node.blocks)
                 clear = min(max_blocks, next((at for at, block in enumerate(node.blocks) if block in excluded), size))
                 if 0 < clear < size:
-                    kept.append((root, root.split(node, clear)))
+                    retained.append((root, root.split(node, clear)))
                 max_blocks -= clear
                 if clear < size:
                     continue
-                kept.append((root, node))
+                retained.append((root, node))
             push_children(root, node)
-        return kept
+        return retained
 
     def _queue_root(self, root: NamespaceRoot) -> None:
         """Lets leaves of the root that became unpinned be the next to be evicted, or to expire."""

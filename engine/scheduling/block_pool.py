@@ -156,8 +156,8 @@ class BlockPool:
     def cheapest_extents(self, count: int) -> list[int]:
         """Up to so many extents in which the fewest blocks are held, and of those the highest, the best first;
         `min_blocks` blocks stay."""
-        held = np.add.reduceat(self._held(), range(0, self.total, self._extent_blocks), dtype=np.int64).tolist()
-        chosen = sorted(self._mapped, key=lambda extent: (held[extent], -extent))[:count]
+        counts = np.add.reduceat(self._held(), range(0, self.total, self._extent_blocks), dtype=np.int64).tolist()
+        chosen = sorted(self._mapped, key=lambda extent: (counts[extent], -extent))[:count]
         while self.mapped_blocks - self.blocks_in(chosen) < self.min_blocks:
             chosen.pop()
         return chosen
@@ -172,8 +172,8 @@ class BlockPool:
         targets = sorted(staying)[: len(sources)]
         assert len(targets) == len(sources), "held blocks fit nowhere else"
         self._mapped.difference_update(extents)
-        taken = set(targets)
-        self._free = [block for block in staying if block not in taken]
+        occupied = set(targets)
+        self._free = [block for block in staying if block not in occupied]
         self.absent_blocks += len(leaving)
         secret = [block for block in sources if self._secret[block]]
         return ShrinkPlan(list(extents), sources, targets, secret), self._move(sources, targets)
@@ -206,10 +206,10 @@ class BlockPool:
         targets = np.array(plan.restore, np.int64)[current].tolist()
         sources = (self._kept_pages & _BLOCK)[current].tolist()
         self._kept_pages, self._mapped = None, set(plan.extents)
-        taken, blocks = set(targets), self._blocks_of(plan.extents)
-        assert taken <= set(blocks)
+        occupied, blocks = set(targets), self._blocks_of(plan.extents)
+        assert occupied <= set(blocks)
         assert len(blocks) >= self.min_blocks
-        self._free = [block for block in blocks[::-1] if block not in taken]
+        self._free = [block for block in blocks[::-1] if block not in occupied]
         self.absent_blocks = self.total - len(blocks)
         return self._move(sources, targets)
 
@@ -251,23 +251,23 @@ class BlockPool:
             pages_N = pages_N[~stale_N]
         return pages_N & _BLOCK
 
-    def check(self, held: Iterable[int]) -> None:
+    def check(self, held_pages: Iterable[int]) -> None:
         """Raises AssertionError where a block is free twice, or free and held by these pages, or without memory, or
         where a held page is stale."""
-        held = list(held)
+        pages = list(held_pages)
         assert not self.stale_pages, "a block is freed twice, or was held for too long"
-        assert not self.are_stale(np.array(held, np.int64)).any(), "a held page was freed"
+        assert not self.are_stale(np.array(pages, np.int64)).any(), "a held page was freed"
         assert len(set(self._free)) == len(self._free)
-        assert len(set(held)) == len(held), "a block has two owners"
-        assert len(self._free) + len(held) + self.absent_blocks == self.total, "a block is lost"
+        assert len(set(pages)) == len(pages), "a block has two owners"
+        assert len(self._free) + len(pages) + self.absent_blocks == self.total, "a block is lost"
         if self._kept_pages is None:
             mapped = set(self._blocks_of(self._mapped))
-            assert mapped == {*self._free, *blocks_of(held)}, "a block without memory is free, or held"
+            assert mapped == {*self._free, *blocks_of(pages)}, "a block without memory is free, or held"
             assert len(mapped) >= self.min_blocks
         else:
             assert not self._free
             assert not self._mapped
-            assert set(held) <= set(self._kept_pages.tolist()), "a block that was not kept is held"
+            assert set(pages) <= set(self._kept_pages.tolist()), "a block that was not kept is held"
         assert not self._secret[self._free].any(), "a free block is still to be erased when it is freed"
 
 

@@ -171,15 +171,15 @@ class _Choice:
             order += [(child, node.keys) for child in node.children]
         for node, above in reversed(order):
             self._weigh(node, above)
-        taken = []
+        chosen = []
         nodes = [(root, 0, 0)]
         for node, above, segments in nodes:
             if node.saving_if_taken(above) > node.saving_if_left(above):
-                taken.append((node, above))
+                chosen.append((node, above))
                 above, segments = node.keys, segments + 1
             if segments < SEGMENTS_MAX:
                 nodes += [(child, above, segments) for child in node.children]
-        return taken
+        return chosen
 
     def _weigh(self, node: _Node, above: int) -> None:
         node.take_rate = _key_saves_us(self._costs, node.end - node.start)

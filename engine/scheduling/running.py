@@ -9,7 +9,7 @@ from itertools import chain
 
 from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.sequence import Sequence, SequenceState
-from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan
+from engine.scheduling.step_plan import StepPlan
 from engine.scheduling.waiting import WaitingQueue, start_order_of
 
 
@@ -28,10 +28,6 @@ class RunningSequences:
         self._kv = kv
         self._waiting = waiting
         self._ended: set[Sequence] = set()  # ended, and in a step in flight
-
-    @property
-    def can_launch(self) -> bool:
-        return len(self.inflight) < INFLIGHT_STEPS_MAX
 
     def add(self, sequence: Sequence) -> None:
         """Lets a sequence run that holds its blocks. What is left of its prompt counts for its account's next turn."""

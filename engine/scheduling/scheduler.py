@@ -37,7 +37,7 @@ from engine.scheduling.preemption import victim_for_turn, victim_of_shortage, vi
 from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.running import RunningSequences
 from engine.scheduling.sequence import Sequence, SequenceState
-from engine.scheduling.step_plan import StepPlan, plan_step
+from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan, plan_step
 from engine.scheduling.token_budget import SchedulerConfig, TokenBudget
 from engine.step.executor import RunnerOutput
 
@@ -80,7 +80,7 @@ class Scheduler:
 
     def next_batch(self) -> StepPlan | None:
         """The next step's work, or None when nothing can run before a step in flight has landed."""
-        assert self.running.can_launch
+        assert len(self.running.inflight) < INFLIGHT_STEPS_MAX
         self._waiting.expire()
         for sequence, problem in self._waiting.take_matchers():
             self._end(sequence, FinishReason.ERROR, problem)

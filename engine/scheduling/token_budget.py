@@ -48,6 +48,7 @@ class SchedulerConfig:
 class TokenBudget:
     """The rows of the next step. Where a device had too little memory for a step, the next ones are smaller.
 
+    max_rows    the most for which a step is expected to find memory.
     saved_us    what groups took off the step before, and will off the next one.
     planned_us  how long the step shared out last is to take by its costs; 0 where it is not bounded.
     slowness    by how much steps are slower than their costs, 1 … _SLOWNESS_MAX.
@@ -56,25 +57,20 @@ class TokenBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         assert 0 < config.step_tokens <= config.prompt_step_tokens
         self._config = config
-        self._max_rows = config.prompt_step_tokens
+        self.max_rows = config.prompt_step_tokens
         self.saved_us = 0.0
         self.planned_us = 0.0
         self.slowness = _SLOWNESS_FIRST
 
-    @property
-    def max_rows(self) -> int:
-        """The most rows for which a step is expected to find memory."""
-        return self._max_rows
-
     def halve(self, rows: int) -> None:
         """Halves the next step: one of so many rows did not fit."""
-        self._max_rows = max(1, min(self._max_rows, rows) // 2)
+        self.max_rows = max(1, min(self.max_rows, rows) // 2)
 
     def recover(self) -> None:
         """Lets the next step be a sixteenth larger: one did fit."""
-        if self._max_rows < self._config.prompt_step_tokens:
-            larger = self._max_rows + max(1, self._max_rows // _RECOVERY)
-            self._max_rows = min(larger, self._config.prompt_step_tokens)
+        if self.max_rows < self._config.prompt_step_tokens:
+            larger = self.max_rows + max(1, self.max_rows // _RECOVERY)
+            self.max_rows = min(larger, self._config.prompt_step_tokens)
 
     def observe(self, planned_us: float, took_us: float) -> None:
         """Notes a step planned to take planned_us, which landed took_us after the one that it had waited for."""
@@ -128,7 +124,7 @@ class TokenBudget:
 
     def _max_step_rows(self, decoding: bool) -> int:
         config = self._config
-        return min(self._max_rows, config.step_tokens if decoding else config.prompt_step_tokens)
+        return min(self.max_rows, config.step_tokens if decoding else config.prompt_step_tokens)
 
 
 class _Claims:

@@ -37,14 +37,8 @@ class GrammarSandbox:
 
     def __init__(self, folder: Path, time_s: float = SANDBOX_TIME_S, memory_bytes: int = SANDBOX_MEMORY_BYTES) -> None:
         """Starts the process with the tokenizer of a model's folder."""
-        command = [
-            sys.executable,
-            "-m",
-            "engine.structured_output.sandbox",
-            str(folder.absolute()),
-            str(time_s),
-            str(memory_bytes),
-        ]
+        command = [sys.executable, "-m", "engine.structured_output.sandbox", str(folder.absolute())]
+        command += [str(time_s), str(memory_bytes)]
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

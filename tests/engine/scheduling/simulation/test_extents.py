@@ -368,12 +368,12 @@ BREAKS = {
     ),
     "what was moved counts as free": (
         "scheduling.block_pool",
-        "if block not in taken]\n        self.absent_blocks += ",
+        "if block not in occupied]\n        self.absent_blocks += ",
         "]\n        self.absent_blocks += ",
     ),
     "a woken block is free and restored": (
         "scheduling.block_pool",
-        "blocks[::-1] if block not in taken]",
+        "blocks[::-1] if block not in occupied]",
         "blocks[::-1]]",
     ),
     "what was freed asleep is restored": (
