@@ -1,4 +1,4 @@
-"""Which path below an account leads where, whether the path names the account or the token does. It knows no bodies."""
+"""The routes below an account, whether the path names the account or the token does. It knows no bodies."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ from tenants.records.grants import Permission
 def account_routes(
     server: ExchangeServer, authenticator: Authenticator, requests: OpenRequests, serving: Serving
 ) -> list[BaseRoute]:
-    """`/client/v4/accounts/{account_id}/ai` and `/ai` have all paths, `/v1` without a prefix those below it."""
+    """Builds the routes below `/client/v4/accounts/{account_id}/ai` and `/ai`; those of `/v1` also stand alone."""
 
     def route(path: str, handler: Handler, error_format: ErrorFormat | None = None) -> Route:
         error_format = error_format or (ErrorFormat.OPENAI if path.startswith("/v1/") else ErrorFormat.ENVELOPE)
@@ -37,12 +37,12 @@ def account_routes(
     run = dialects["/run"]
     run_model = _inference(endpoint, requests, run.name, run.dialect)
     below = [route("/run/", no_route), route("/run/{model:path}", run_model)]
-    for path, dialect in dialects.items():
-        below.append(route(path, _inference(endpoint, requests, dialect.name, dialect.dialect), dialect.shape))
-    one = permitted(partial(_batch, serving.batches))
+    for path, each in dialects.items():
+        below.append(route(path, _inference(endpoint, requests, each.name, each.dialect), each.shape))
+    batch = permitted(partial(_batch, serving.batches))
     below += [
         route("/batches", by_method("batches", GET=permitted(serving.batches.list_batches))),
-        route("/batches/{request_id:path}", by_method("batch", GET=one, DELETE=one)),
+        route("/batches/{request_id:path}", by_method("batch", GET=batch, DELETE=batch)),
         route("/v1/models/", no_route),
     ]
     context = serving.context

@@ -7,7 +7,7 @@ import logging
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
@@ -72,7 +72,7 @@ class Endpoint:
     `any_host`: it answers to any Host, since probes and scrapers come by address.
     """
 
-    server: ExchangeServer = field(repr=False)
+    server: ExchangeServer
     handler: Handler
     error_format: ErrorFormat = ErrorFormat.ENVELOPE
     any_host: bool = False

@@ -1,4 +1,4 @@
-"""Types of the answers of models, for the API's document and the catalogue. The dialects write their answers themselves,
+"""The answers of models as types, for the API's document and the catalogue. Dialects write their answers themselves,
 faster than through types; tests hold every answer and event against these.
 """
 

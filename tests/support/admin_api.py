@@ -150,7 +150,7 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def kept(folder: Path, **options: Any) -> AsyncIterator[House]:
+async def served_admin(folder: Path, **options: Any) -> AsyncIterator[House]:
     async with served(folder, **options) as gateway:
         accounts = gateway.accounts
         told = await gateway.call(f"{BASE}/openapi.json", b"", "GET", authorization="")

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.gateway.inference.test_jwt_callers import trusting
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
 
 @looped
 async def test_what_is_left_out_of_a_change_stays_as_it_is(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         before = await house.ask("GET", house.account)
         assert (before.json["result"]["name"], before.headers["etag"]) == ("test", '"1"')
         settings = {"zero_retention": True, "regions": ["eu-1"], "notices": {"url": "https://ann.example/hook"}}
@@ -32,7 +32,7 @@ async def test_what_is_left_out_of_a_change_stays_as_it_is(tmp_path: Path, store
 
 @looped
 async def test_a_change_that_is_based_on_an_older_one_is_refused(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         etag = (await house.ask("GET", house.account)).headers["etag"]
         first = await house.ask("PATCH", house.account, {"name": "first"}, if_match=etag)
         assert first.status == 200
@@ -50,7 +50,7 @@ async def test_a_change_that_is_based_on_an_older_one_is_refused(tmp_path: Path,
 
 @looped
 async def test_two_writers_with_etags_lose_nothing(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         refused = 0
 
         async def write(letter: str) -> None:
@@ -98,7 +98,7 @@ WRONG: list[tuple[Any, str]] = [
 
 @looped
 async def test_a_wrong_change_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         before = await house.gateway.accounts.get(house.ann_id)
         for body, named in WRONG:
             answer = await house.ask("PATCH", house.account, body)
@@ -110,7 +110,7 @@ async def test_a_wrong_change_is_refused_by_name_and_changes_nothing(tmp_path: P
 
 @looped
 async def test_an_unknown_field_of_the_query_is_refused(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         answer = await house.ask("GET", f"{house.account}?colour=red")
         assert answer.status == 400
         assert "colour" in answer.message
@@ -118,7 +118,7 @@ async def test_an_unknown_field_of_the_query_is_refused(tmp_path: Path) -> None:
 
 @looped
 async def test_head_has_the_etag_and_no_body(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         client = await house.gateway.client()
         await client.send("HEAD", house.account, b"", {"authorization": f"Bearer {house.ann}"})
         assert (await client.head(), client.headers["etag"]) == (200, '"1"')

@@ -7,7 +7,7 @@ from typing import Any
 from tenants.records.grants import Permission
 from tenants.records.limits import Limits
 from tenants.records.plans import Plan
-from tests.support.admin_api import EVERYTHING, kept
+from tests.support.admin_api import EVERYTHING, served_admin
 from tests.support.served_gateway import looped
 
 POLICIES = [{"permission_groups": [{"id": "account:admin"}]}]
@@ -15,7 +15,7 @@ POLICIES = [{"permission_groups": [{"id": "account:admin"}]}]
 
 @looped
 async def test_an_accounts_life(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         await house.gateway.accounts.put_plan(Plan("free", Limits(requests_per_minute=9)))
         made = await house.operate("POST", "/accounts", {"name": "carol", "plan": "free"})
         carol = made.json["result"]
@@ -63,7 +63,7 @@ async def test_an_accounts_life(tmp_path: Path, store_url: str) -> None:
 
 @looped
 async def test_lists_by_name_plan_and_suspension(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         await house.gateway.accounts.put_plan(Plan("free"))
         for name in ("Zoë one", "zoË two"):
             await house.operate("POST", "/accounts", {"name": name, "plan": "free"})
@@ -85,7 +85,7 @@ async def test_lists_by_name_plan_and_suspension(tmp_path: Path, store_url: str)
 
 @looped
 async def test_wrong_terms_change_nothing(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         before = await house.gateway.accounts.list()
         wrong: list[Any] = [
             b"", {"plan": "nothing"}, {"name": " "}, {"ceiling": {"requests_per_minute": -1}}, {"settings": {}},
@@ -107,7 +107,7 @@ async def test_wrong_terms_change_nothing(tmp_path: Path) -> None:
 
 @looped
 async def test_an_operators_token_cannot_be_minted_here(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         policies = [{"permission_groups": [{"id": "operator"}]}]
         answer = await house.operate("POST", f"/accounts/{house.bob_id}/tokens", {"name": "n", "policies": policies})
         assert answer.status == 400
@@ -116,7 +116,7 @@ async def test_an_operators_token_cannot_be_minted_here(tmp_path: Path) -> None:
 
 @looped
 async def test_whoever_is_both_may_both(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         token = await house.token(*EVERYTHING)
         for path in (house.account, "/client/v4/operator/accounts"):
             assert (await house.ask("GET", path, token=token)).status == 200

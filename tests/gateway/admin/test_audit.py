@@ -12,7 +12,7 @@ from gateway.admin.table import OPERATIONS
 from tenants.records.audit_entry import AuditEntry
 from tenants.records.plans import Plan
 from tenants.store.protocol import StoreUnavailable
-from tests.support.admin_api import OPERATOR, House, body_of, filled, kept
+from tests.support.admin_api import OPERATOR, House, body_of, filled, served_admin
 from tests.support.served_gateway import looped
 
 
@@ -24,7 +24,7 @@ async def named(house: House, count: int) -> None:
 
 @looped
 async def test_pages_by_cursor_have_every_entry_once_the_newest_first(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         await named(house, 7)
         found, cursor = [], None
         while True:
@@ -44,7 +44,7 @@ async def test_pages_by_cursor_have_every_entry_once_the_newest_first(tmp_path: 
 
 @looped
 async def test_filters_by_action_actor_and_time(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         await named(house, 2)
         await house.operate("POST", f"/accounts/{house.ann_id}/resume")
         operator = house.operator.split("_")[1]
@@ -65,7 +65,7 @@ async def test_filters_by_action_actor_and_time(tmp_path: Path) -> None:
 async def test_a_filter_looks_at_so_many_entries_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOKED_AT_MAX", 4)
     monkeypatch.setattr(module, "CHUNK", 2)
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         await house.operate("POST", f"/accounts/{house.ann_id}/resume")
         await named(house, 6)
         path = f"{house.account}/audit?action=account.resume"
@@ -77,7 +77,7 @@ async def test_a_filter_looks_at_so_many_entries_at_once(tmp_path: Path, monkeyp
 
 @looped
 async def test_a_chain_that_was_altered_is_told(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         await named(house, 3)
         whole = (await house.operate("GET", f"/audit/verify?account={house.ann_id}")).json["result"]
         assert (whole["intact"], whole["entries"]) == (True, 3)
@@ -122,7 +122,7 @@ async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
     async def away(entry: AuditEntry) -> bool:
         raise StoreUnavailable("the disk is full")
 
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         asked = await changes(house)
         monkeypatch.setattr(house.gateway.app._tenancy.store.audit, "append", away)
         for change in asked:
@@ -133,7 +133,7 @@ async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
 
 @looped
 async def test_every_change_has_one_entry_of_its_actor(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         for change in await changes(house):
             before = await entries(house)
             answer = await house.ask(change.method, change.where, change.body, change.token)
@@ -152,7 +152,7 @@ async def entries(house: House) -> list[tuple[str, str, str, int]]:
 
 @looped
 async def test_a_store_that_is_away_is_told_and_nothing_is_changed(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         asked = await changes(house)
         before = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
         connection = house.gateway.app._tenancy.store._file._connection  # type: ignore[attr-defined]  # SQLite's

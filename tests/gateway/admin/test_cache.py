@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from tenants.records.grants import Permission
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
 
 @looped
 async def test_statistics_are_those_of_usage_and_a_purge_begins_an_epoch(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         before = (await house.ask("GET", f"{house.account}/cache")).json["result"]
         assert before == {
             "epoch": 0, "scope": "tenant", "keep_s": None, "requests": 0, "prompt_tokens": 0, "cached_tokens": 0,
@@ -37,6 +37,6 @@ async def test_statistics_are_those_of_usage_and_a_purge_begins_an_epoch(tmp_pat
 
 @looped
 async def test_zero_retention_keeps_cached_prefixes_five_minutes_at_most(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         await house.ask("PATCH", house.account, {"settings": {"zero_retention": True, "cache_keep_s": 900}})
         assert (await house.ask("GET", f"{house.account}/cache")).json["result"]["keep_s"] == 300

@@ -3,14 +3,14 @@
 import asyncio
 from pathlib import Path
 
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import MODEL
 
 
 @looped
 async def test_replicas_and_requests_without_a_word_of_text(tmp_path: Path) -> None:
-    async with kept(tmp_path, replicas=2) as house:
+    async with served_admin(tmp_path, replicas=2) as house:
         house.gateway.behaviour.step_s = 0.05
         running = asyncio.create_task(house.gateway.run(prompt="a secret word", max_tokens=60))
         await until(lambda: house.gateway.fleet.running)

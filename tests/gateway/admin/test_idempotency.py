@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from tenants.store.protocol import StoreUnavailable
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
 POLICIES = [{"permission_groups": [{"id": "inference"}]}]
@@ -16,7 +16,7 @@ POLICIES = [{"permission_groups": [{"id": "inference"}]}]
 
 @looped
 async def test_twenty_equal_requests_at_once_make_one_account(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         asked = [house.operate("POST", "/accounts", {"name": "once"}, idempotency_key="k") for _ in range(20)]
         answers = await asyncio.gather(*asked)
         assert {answer.status for answer in answers} <= {200, 409}
@@ -33,7 +33,7 @@ async def test_twenty_equal_requests_at_once_make_one_account(tmp_path: Path, st
 
 @looped
 async def test_a_key_is_one_request_of_one_account(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         body = {"name": "n", "policies": POLICIES}
         path = f"{house.account}/tokens"
         first = await house.ask("POST", path, body, idempotency_key="k")
@@ -55,7 +55,7 @@ async def test_a_key_is_one_request_of_one_account(tmp_path: Path, store_url: st
 
 @looped
 async def test_a_refused_creation_leaves_its_key_free(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         body = {"name": "late", "plan": "free"}
         assert (await house.operate("POST", "/accounts", body, idempotency_key="k")).status == 400
         await house.operate("PUT", "/plans/free", {})
@@ -64,7 +64,7 @@ async def test_a_refused_creation_leaves_its_key_free(tmp_path: Path, store_url:
 
 @looped
 async def test_a_creation_that_broke_off_is_never_made_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         store = house.gateway.app._tenancy.store
 
         async def away(*_: object) -> bool:
@@ -81,7 +81,7 @@ async def test_a_creation_that_broke_off_is_never_made_twice(tmp_path: Path, mon
 
 @looped
 async def test_a_secret_is_told_again_and_is_nowhere_in_the_store(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         body = {"name": "n", "policies": POLICIES}
         first, again = [
             await house.ask("POST", f"{house.account}/tokens", body, idempotency_key="a-key-of-the-client")

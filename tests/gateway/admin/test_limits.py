@@ -8,7 +8,7 @@ import pytest
 
 from tenants.records.grants import Permission
 from tenants.records.limits import Limits
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
 SEEN_S = 0.6  # after which a change of an account is in force
@@ -16,7 +16,7 @@ SEEN_S = 0.6  # after which a change of an account is in force
 
 @looped
 async def test_an_administrator_lowers_limits_and_they_hold(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         answer = await house.ask("PUT", f"{house.account}/limits", {"requests_per_minute": 1}, if_match='"1"')
         assert answer.json["result"]["own"] == {"requests_per_minute": 1}
         assert answer.json["result"]["in_force"]["requests_per_minute"] == 1
@@ -47,7 +47,7 @@ async def test_an_own_limit_above_its_ceiling_is_refused_with_both(tmp_path: Pat
     ceiling = Limits(
         requests_per_minute=100, burst=10, neurons_per_day=5.0, classes={"large": Limits(concurrent_requests=2)}
     )
-    async with kept(tmp_path, limits=ceiling) as house:
+    async with served_admin(tmp_path, limits=ceiling) as house:
         for own, named in ABOVE:
             answer = await house.ask("PUT", f"{house.account}/limits", own)
             assert answer.status == 400
@@ -62,7 +62,7 @@ async def test_an_own_limit_above_its_ceiling_is_refused_with_both(tmp_path: Pat
 @looped
 async def test_what_is_left_counts_down(tmp_path: Path, store_url: str) -> None:
     limits = Limits(neurons_per_day=10.0, requests_per_minute=60, concurrent_requests=4)
-    async with kept(tmp_path, limits=limits, store_url=store_url) as house:
+    async with served_admin(tmp_path, limits=limits, store_url=store_url) as house:
         reader = await house.token(Permission.USAGE_READ, Permission.INFERENCE, limits=Limits(neurons_per_day=3.0))
         ran = await house.gateway.call(
             house.gateway.run_path, {"prompt": "hello", "max_tokens": 2}, authorization=f"Bearer {reader}"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from engine.protocol import frames
 from engine.protocol.types import Residency
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped, until
 from tests.support.stub_replica import MODEL
 
 
 @looped
 async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) -> None:
-    async with kept(tmp_path, replicas=2) as house:
+    async with served_admin(tmp_path, replicas=2) as house:
         stub, fleet = house.gateway.fleet, house.gateway.app._serving.context.fleet
         placed = frames.PlacementStatus(
             Residency.MEMORY,
@@ -59,7 +59,7 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
 
 @looped
 async def test_a_machine_that_is_gone_is_told_with_its_last_word_and_why(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         stub, fleet = house.gateway.fleet, house.gateway.app._serving.context.fleet
         stub.move(0, Residency.MEMORY, ready_ms=100)
         await until(lambda: not fleet.serves(MODEL))
@@ -79,6 +79,6 @@ async def test_a_machine_that_is_gone_is_told_with_its_last_word_and_why(tmp_pat
 
 @looped
 async def test_it_is_hidden_from_tenants(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         answer = await house.ask("GET", "/client/v4/operator/machines")
         assert answer.status == 404

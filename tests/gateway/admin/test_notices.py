@@ -6,7 +6,7 @@ import hmac
 from pathlib import Path
 
 from tenants.records.limits import Limits
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
 
@@ -24,7 +24,7 @@ async def test_the_key_that_is_shown_is_the_one_that_signs(tmp_path: Path) -> No
 
     limits = Limits(neurons_per_day=0.02)
     server = await asyncio.start_server(receive, "127.0.0.1", 0)
-    async with server, kept(tmp_path, limits=limits, private_notices=True) as house:
+    async with server, served_admin(tmp_path, limits=limits, private_notices=True) as house:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/hook"
         changed = await house.ask("PATCH", house.account, {"settings": {"notices": {"url": url, "at": [0.1]}}})
         assert changed.status == 200, changed.content

@@ -11,7 +11,7 @@ from gateway.config import ModelEntryConfig
 from tenants.records.grants import Permission
 from tenants.records.plans import Plan
 from tests.support import minilm
-from tests.support.admin_api import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, kept, same
+from tests.support.admin_api import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, same, served_admin
 from tests.support.served_gateway import Answer, looped
 
 NOBODY = "0" * 32
@@ -19,7 +19,7 @@ NOBODY = "0" * 32
 
 @looped
 async def test_the_document_is_valid_openapi_3_1(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         said = house.document.content
         assert said["openapi"].startswith("3.1.")
         validate(said, cls=OpenAPIV31SpecValidator)
@@ -32,7 +32,7 @@ async def test_the_document_is_valid_openapi_3_1(tmp_path: Path) -> None:
 
 @looped
 async def test_all_of_the_table_is_described_and_all_that_is_described_is_served(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         described = {(method, path) for method, path, _ in house.document.operations}
         assert described == {(one.method, one.path) for one in [*OPERATIONS, *ROUTES]}
         for method, path, _ in house.document.operations:
@@ -93,7 +93,7 @@ def permitted(operation: dict[str, Any], path: str, who: Principal) -> bool:
 async def test_every_principal_may_what_the_document_says_and_nothing_else(tmp_path: Path) -> None:
     """Every operation by every principal. What is another's looks like what is not, byte for byte."""
     vectors = ModelEntryConfig(name=VECTORS, folder=str(minilm.folder()))
-    async with kept(tmp_path, models=[vectors], stubs=[VECTORS]) as house:
+    async with served_admin(tmp_path, models=[vectors], stubs=[VECTORS]) as house:
         asked = allowed = 0
         for who in await principals(house):
             for method, path, operation in house.document.operations:
@@ -149,7 +149,7 @@ async def check_hidden(
 
 @looped
 async def test_ids_of_others_within_an_own_path_are_like_ids_of_nobody(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         foreign = (await house.gateway.accounts.tokens(house.bob_id))[0]
         tried = 0
         for method, path, operation in house.document.operations:

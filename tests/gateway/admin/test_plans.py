@@ -3,13 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
 
 @looped
 async def test_a_plans_life(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         content = {"limits": {"requests_per_minute": 5}, "weight": 2, "floor_blocks": 3, "cap_blocks": 9}
         made = await house.operate("PUT", "/plans/free", content, if_none_match="*")
         assert (made.headers["etag"], made.json["result"]["weight"]) == ('"1"', 2)
@@ -38,7 +38,7 @@ async def test_a_plans_life(tmp_path: Path, store_url: str) -> None:
 
 @looped
 async def test_two_writers_of_a_plan_lose_nothing(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         await house.operate("PUT", "/plans/free", {"weight": 1})
 
         async def add() -> None:
@@ -56,7 +56,7 @@ async def test_two_writers_of_a_plan_lose_nothing(tmp_path: Path, store_url: str
 
 @looped
 async def test_a_wrong_plan_is_refused(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         for content in (
             {"name": "free"}, {"revision": 3}, {"weight": 0}, {"weight": "2"}, {"floor_blocks": 9, "cap_blocks": 3},
             {"limits": {"classes": {"BIG": {}}}}, {"sequences": -1}, {"wait_s": 0},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.admin_api import EVERYTHING, kept
+from tests.support.admin_api import EVERYTHING, served_admin
 from tests.support.served_gateway import looped
 
 # Left out are the checks that valid data is accepted, for schemas cannot say all (a limit below its ceiling, a time to
@@ -42,7 +42,7 @@ GROUPS = {
 @looped
 async def test_whatever_is_sent_is_answered_as_the_document_says(tmp_path: Path, group: str) -> None:
     paths, phases, tries = GROUPS[group]
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         token = await house.token(*EVERYTHING)
         (tmp_path / "schemathesis.toml").write_text(SETTINGS.format(own=house.ann_id, other=house.bob_id))
         process = await asyncio.create_subprocess_exec(
@@ -63,6 +63,6 @@ async def test_whatever_is_sent_is_answered_as_the_document_says(tmp_path: Path,
 
 @looped
 async def test_the_groups_leave_no_path_out(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         for path in house.document.content["paths"]:
             assert sum(bool(re.search(paths, path)) for paths, _, _ in GROUPS.values()) == 1, path

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.admin import tokens as module
 from tenants.records.grants import Grant, Permission
-from tests.support.admin_api import kept
+from tests.support.admin_api import served_admin
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -164,7 +164,7 @@ WRONG: list[tuple[Any, str]] = [
 
 @looped
 async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         before = await house.gateway.accounts.tokens(house.ann_id)
         for body, named in WRONG:
             answer = await house.ask("POST", f"{house.account}/tokens", body)
@@ -175,7 +175,7 @@ async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(tmp_path: Pat
 
 @looped
 async def test_a_tokens_own_limits_hold_and_are_shown(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         wanted = {"name": "slow", "policies": INFERENCE, "limits": {"requests_per_minute": 1}}
         made = (await house.ask("POST", f"{house.account}/tokens", wanted)).json["result"]
         assert made["limits"] == {"requests_per_minute": 1}
@@ -192,7 +192,7 @@ async def test_a_tokens_own_limits_hold_and_are_shown(tmp_path: Path, store_url:
 
 @looped
 async def test_lists_in_both_directions(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         ids = [
             [one["id"] for one in (await house.ask("GET", f"{house.account}/tokens?{query}")).json["result"]]
             for query in ("", "direction=asc", "direction=desc")
@@ -203,7 +203,7 @@ async def test_lists_in_both_directions(tmp_path: Path) -> None:
 
 @looped
 async def test_the_official_sdk_keeps_an_accounts_tokens(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         cloud = cloudflare.AsyncCloudflare(
             api_token=house.ann, base_url=f"{house.gateway.base_url}/client/v4", max_retries=0
         )
@@ -231,7 +231,7 @@ async def test_the_official_sdk_keeps_an_accounts_tokens(tmp_path: Path) -> None
 
 @looped
 async def test_a_hundred_tokens_at_once_are_all_made_and_noted(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         body = {"name": "n", "policies": INFERENCE}
         made = await asyncio.gather(*(house.ask("POST", f"{house.account}/tokens", body) for _ in range(100)))
         assert {answer.status for answer in made} == {200}
@@ -241,7 +241,7 @@ async def test_a_hundred_tokens_at_once_are_all_made_and_noted(tmp_path: Path, s
 
 @looped
 async def test_an_administrator_cannot_become_the_operator_by_a_token_of_its_account(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         administrator = await house.token(Permission.ACCOUNT_ADMIN, account_id=house.operator_id)
         path = f"/client/v4/accounts/{house.operator_id}/tokens/{house.operator.split('_')[1]}"
         assert (await house.ask("GET", path, token=administrator)).status == 200
@@ -258,7 +258,7 @@ async def test_an_administrator_cannot_become_the_operator_by_a_token_of_its_acc
 @looped
 async def test_an_account_has_so_many_tokens_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TOKENS_MAX", 3)
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         body = {"name": "n", "policies": INFERENCE}
         made = await house.ask("POST", f"{house.account}/tokens", body)
         full = await house.ask("POST", f"{house.account}/tokens", body, idempotency_key="k")
@@ -269,7 +269,7 @@ async def test_an_account_has_so_many_tokens_at_most(tmp_path: Path, monkeypatch
 
 @looped
 async def test_what_policies_can_name_is_what_creations_take(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         found = (await house.ask("GET", f"{house.account}/tokens/permission_groups")).json["result"]
         for group in found:
             body = {"name": "one", "policies": [{"permission_groups": [{"id": group["id"]}]}]}

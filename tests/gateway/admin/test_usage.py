@@ -11,7 +11,7 @@ from gateway.admin import usage as module
 from gateway.admin.usage import UsageItem, usage_csv
 from tenants.records.grants import Permission
 from tenants.records.usage import MICRO, UsageRecord, day_of
-from tests.support.admin_api import House, kept
+from tests.support.admin_api import House, served_admin
 from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
 
@@ -32,7 +32,7 @@ async def used(house: House) -> tuple[str, str]:
 
 @looped
 async def test_usage_is_what_the_ledger_says_by_day_model_and_token(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         first, another = await used(house)
         rows = (await house.ask("GET", f"{house.account}/usage")).json["result"]
         assert {(row["day"], row["model"], row["token"]): row["requests"] for row in rows} == {
@@ -64,7 +64,7 @@ async def test_usage_is_what_the_ledger_says_by_day_model_and_token(tmp_path: Pa
 
 @looped
 async def test_usage_is_filtered_and_summed_by_tag(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         today = day_of(int(datetime.now(UTC).timestamp() * MICRO))
         columns = (today, 10, 3, 2, 5, "done", "key", "m", 7, 1.0, None, "")
         tags = ("blue\nteam:x", "blue", "")
@@ -87,7 +87,7 @@ async def test_usage_is_filtered_and_summed_by_tag(tmp_path: Path, store_url: st
 
 @looped
 async def test_usage_as_csv(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         await used(house)
         reader = await house.token(Permission.USAGE_READ)
         asked = await house.ask("GET", f"{house.account}/usage?format=csv", token=reader)
@@ -126,14 +126,14 @@ WRONG = (
 
 @looped
 async def test_a_wrong_filter_is_refused(tmp_path: Path) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         for query in WRONG:
             assert (await house.ask("GET", f"{house.account}/usage?{query}")).status == 400, query
 
 
 @looped
 async def test_the_operator_sums_over_all_accounts(tmp_path: Path, store_url: str) -> None:
-    async with kept(tmp_path, store_url=store_url) as house:
+    async with served_admin(tmp_path, store_url=store_url) as house:
         await used(house)
         (row,) = (await house.operate("GET", "/usage")).json["result"]
         assert (row["day"], row["requests"]) == (str(TODAY), 5)
@@ -148,7 +148,7 @@ async def test_the_operator_sums_over_all_accounts(tmp_path: Path, store_url: st
 
 @looped
 async def test_what_is_told_apart_for_one_answer_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with kept(tmp_path) as house:
+    async with served_admin(tmp_path) as house:
         await used(house)
         monkeypatch.setattr(module, "ROWS_MAX", 1)
         assert (await house.ask("GET", f"{house.account}/usage?by=model")).status == 200

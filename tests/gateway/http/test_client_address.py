@@ -1,4 +1,4 @@
-"""Who calls and by which name; heads that could be read in two ways; and paths that are not quite a route."""
+"""Callers behind proxies and the names they call; heads that could be read in two ways; and paths that are no route."""
 
 import asyncio
 import json
