@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from cyclopts import App, CycloptsError, Parameter
 
-from gateway.commands.options import SettingsSource
-from gateway.commands.output import wide_console
+from gateway.commands.terminal.options import SettingsSource
+from gateway.commands.terminal.output import wide_console
 from gateway.config import SettingsError
 
 _DESCRIPTION: Final = "Hearth: an open, self-hosted Workers AI. Many tenants, one fire."
@@ -116,7 +116,7 @@ def _prints_help(command: object) -> bool:
 
 def _run(invocation: Invocation) -> int | None:
     if "access" in invocation.injected:
-        from gateway.commands.store_access import with_store_access  # only here: it imports the stores
+        from gateway.commands.access.store_access import with_store_access  # only here: it imports the stores
 
         return with_store_access(invocation.source.load(), lambda access: invocation.call(access=access))
     injected = {"source": invocation.source} if "source" in invocation.injected else {}

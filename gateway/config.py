@@ -1,7 +1,7 @@
-"""All settings, read once from `hearth.toml` and frozen. It opens nothing but that file, and of other rooms it knows
-the settings of issuers alone.
+"""All settings, read once from `hearth.toml` and frozen. It opens no other file, and knows of other packages only the
+settings of issuers.
 
-Every field carries its one line of documentation, its default and its limits; `describe()` prints them all.
+Every field carries its one line of documentation, its default and its limits; `hearth doctor --settings` prints them.
 """
 
 import datetime
@@ -10,7 +10,6 @@ import ipaddress
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -107,8 +106,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 try:
                     ipaddress.ip_network(network)
                 except ValueError as error:
-                    said = f"`{name}`: {network!r} is no network: {error}; write it like 10.0.0.0/8 or ::1/128"
-                    raise ValueError(said) from None
+                    problem = f"`{name}`: {network!r} is no network: {error}; write it like 10.0.0.0/8 or ::1/128"
+                    raise ValueError(problem) from None
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -307,7 +306,7 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """hearth.toml as a whole. Paths are absolute once `load_config` gave it out."""
+    """hearth.toml as a whole. `load_config` makes all paths absolute."""
 
     state_folder: Annotated[str, Meta(description="database, credentials, secret, sockets and models")] = ".hearth"
     server: ServerConfig = ServerConfig()
@@ -344,7 +343,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def added_folder(self) -> Path:
-        """What `hearth models add` was told."""
+        """The registrations that `hearth models add` made."""
         return self.state / "added"
 
     @property
@@ -382,32 +381,32 @@ def load_config(
 ) -> Config:
     """Reads `path` (None: ./hearth.toml where it exists), lays the given options over it and checks the whole.
 
-    Relative paths in the file are relative to the file. Raises ConfigError.
+    Relative paths in the file are relative to the file. Raises SettingsError.
     """
-    found = Path(path) if path is not None else Path(CONFIG_NAME)
-    if path is not None and not found.is_file():
-        raise SettingsError(f"there is no file {found}")
-    document = _read(found) if found.is_file() else {}
+    file = Path(path) if path is not None else Path(CONFIG_NAME)
+    if path is not None and not file.is_file():
+        raise SettingsError(f"there is no file {file}")
+    document = _read(file) if file.is_file() else {}
     _override(document, "server", {"host": host, "port": port})
     _override(document, "store", {"url": store_url})
     _override(document, "machine", {"device": device})
-    base = found.resolve().parent
+    base = file.resolve().parent
     if state_folder is not None:
         document["state_folder"] = str(Path(state_folder).resolve())
     try:
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{found.name}: {error}") from error
-    _once(found.name, "model", [name for model in config.models for name in (model.name, *model.aliases)])
-    _once(found.name, "issuer", [issuer.name for issuer in config.issuers])
-    _once(found.name, "issuer's `iss`", [issuer.issuer for issuer in config.issuers])
+        raise SettingsError(f"{file.name}: {error}") from error
+    _require_unique(file.name, "model", [name for model in config.models for name in (model.name, *model.aliases)])
+    _require_unique(file.name, "issuer", [issuer.name for issuer in config.issuers])
+    _require_unique(file.name, "issuer's `iss`", [issuer.issuer for issuer in config.issuers])
     for model in config.models:
         if model.scope_cap_blocks is not None and model.scope_cap_blocks < model.scope_floor_blocks:
-            raise SettingsError(f"{found.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
+            raise SettingsError(f"{file.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
     return _absolute(config, base)
 
 
-def _once(file: str, kind: str, names: list[str]) -> None:
+def _require_unique(file: str, kind: str, names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise SettingsError(f"{file}: the {kind} {name} is there twice")
@@ -421,9 +420,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(document: dict[str, Any], section: str, values: dict[str, Any]) -> None:
-    given = {key: value for key, value in values.items() if value is not None}
-    if given:
-        document[section] = {**document.get(section, {}), **given}
+    if overrides := {key: value for key, value in values.items() if value is not None}:
+        document[section] = {**document.get(section, {}), **overrides}
 
 
 def _with_prefixes(model: ModelEntryConfig, base: Path) -> ModelEntryConfig:
@@ -443,37 +441,6 @@ def _absolute(config: Config, base: Path) -> Config:
 
 
 def _resolved(section: _Section, base: Path, *paths: str) -> _Section:
-    """With these settings absolute, where they are set."""
-    given = {name: path for name in paths if (path := getattr(section, name))}
-    return msgspec.structs.replace(section, **{name: str((base / path).resolve()) for name, path in given.items()})
-
-
-def settings() -> Iterator[tuple[str, object, str]]:
-    """Every setting as (key, default, what it is), in the order of the file; `...` is the default of a must."""
-    yield from _settings(Config, "")
-
-
-def _settings(section: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, object, str]]:
-    for field in msgspec.structs.fields(section):
-        kind, description = msgspec.inspect.type_info(field.type), ""
-        if isinstance(kind, msgspec.inspect.Metadata):
-            description = (kind.extra_json_schema or {}).get("description", "")
-            kind = kind.type
-        if isinstance(kind, msgspec.inspect.ListType):
-            kind = kind.item_type
-        if isinstance(kind, msgspec.inspect.StructType):
-            yield from _settings(kind.cls, f"{prefix}{field.name}.")
-            continue
-        default = ... if field.default is msgspec.NODEFAULT else field.default
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = field.default_factory()
-        yield prefix + field.name, default, description
-
-
-def describe() -> str:
-    """hearth.toml in words: one line per setting."""
-    lines = []
-    for key, default, description in settings():
-        said = "required" if default is ... else "unset" if default is None else repr(default)
-        lines.append(f"  {key:28} {description} [{said}]")
-    return "\n".join(lines)
+    """The section with these paths absolute, where they are set."""
+    relative = {name: path for name in paths if (path := getattr(section, name))}
+    return msgspec.structs.replace(section, **{name: str((base / path).resolve()) for name, path in relative.items()})

@@ -24,7 +24,7 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 def open_state(config: Config) -> None:
-    """Makes the folders, for this user alone. Raises ConfigError where it cannot."""
+    """Makes the folders, for this user alone. Raises SettingsError where it cannot."""
     for folder in (config.state, config.run_folder, config.outbox_folder, config.models_folder):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def open_state(config: Config) -> None:
 
 @contextlib.contextmanager
 def exclusive_state(config: Config) -> Iterator[None]:
-    """As long as it lasts no `hearth serve` can run with these folders. Raises ConfigError where one does."""
+    """Keeps every `hearth serve` out of these folders until it ends. Raises SettingsError where one runs."""
     with open(config.state / "serve.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -48,7 +48,7 @@ def exclusive_state(config: Config) -> Iterator[None]:
 
 
 def server_secret(config: Config) -> bytes:
-    """The secret from which tokens' seals and scopes are derived; made at the first call, by whoever comes first."""
+    """The secret from which tokens' seals and scopes are derived; the first caller makes it."""
     open_state(config)
     path = config.secret_path
     if not path.exists():
@@ -63,7 +63,7 @@ def server_secret(config: Config) -> bytes:
 
 
 def read_credentials(config: Config) -> Credentials | None:
-    """None where there are none, or none that can be read."""
+    """The credentials of the first start; None without a file that can be read."""
     try:
         return msgspec.json.decode(config.credentials_path.read_bytes(), type=Credentials)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -77,7 +77,7 @@ def write_credentials(config: Config, credentials: Credentials) -> None:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Appears complete or not at all; does nothing where the file is there already."""
+    """Makes the file in one piece; does nothing where it exists already."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -2,21 +2,21 @@
 and prices. It reads folders, and knows nothing of replicas or requests."""
 
 import importlib.resources
-import json
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.bf12_size import read_bf12_size
+from gateway.catalogue.model_config import context_of, read_model_config
 from gateway.catalogue.public_prefixes import public_prefixes
 from gateway.catalogue.registrations import registered_models
-from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, context_of, read_embedding_spec, task_of
+from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
 from gateway.config import Config, ModelEntryConfig, PriceConfig, SettingsError
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 from gateway.tool_parsers.reasoning import template_has_reasoning
@@ -209,7 +209,7 @@ def _weights_bytes(config: Config, folder: Path) -> int:
 def _task(folder: Path, entry: ModelEntryConfig) -> ModelTask:
     """Text generation where the folder cannot be read: its replica says what is wrong."""
     try:
-        return task_of(folder, _config_json(folder), entry)
+        return task_of(folder, read_model_config(folder), entry)
     except ModelFolderError:
         return ModelTask.GENERATION
 
@@ -237,7 +237,7 @@ def _bare(name: str) -> ModelEntryConfig:
 
 def _open(config: Config, entry: ModelEntryConfig) -> Model:
     folder = folder_of(config, entry)
-    document = _config_json(folder)
+    document = read_model_config(folder)
     context, task = context_of(document), task_of(folder, document, entry)
     text = ModelTokenizer(folder)
     return Model(
@@ -271,16 +271,3 @@ def _calls(entry: ModelEntryConfig, text: ModelTokenizer) -> ToolFormat | None:
     if entry.tool_format is not None:
         return TOOL_FORMATS[entry.tool_format](text.added_tokens)
     return tool_format_of(text.template, text.added_tokens)
-
-
-def _config_json(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFolderError(f"{folder} has no config.json") from error
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise ModelFolderError(f"{path} is no JSON object")
-    return document

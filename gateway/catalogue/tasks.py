@@ -1,6 +1,6 @@
 """What a model's folder says that it does: write text, give vectors or score pairs; and how it gives vectors.
 
-It reads config.json and the files that sentence-transformers puts beside it, and knows nothing of requests.
+It reads the files that sentence-transformers puts beside config.json, and knows nothing of requests.
 """
 
 import enum
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.protocol.types import Pooling
+from gateway.catalogue.model_config import architecture_of, context_of, is_encoder
 from gateway.config import ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
-_ENCODERS: Final = ("Bert", "Roberta", "XLMRoberta")
 _SCORING: Final = "ForSequenceClassification"
 _HEADLESS: Final = "Model"  # what a decoder without its head is called: LlamaModel
 _POOLINGS: Final = {"mean": Pooling.MEAN, "cls": Pooling.CLS, "lasttoken": Pooling.LAST}
@@ -69,37 +69,24 @@ def task_of(folder: Path, document: Mapping[str, Any], entry: ModelEntryConfig) 
     """What hearth.toml says, else what the folder's config.json, `document`, shows it to be made for."""
     if entry.task is not None:
         return ModelTask(entry.task)
-    architecture = _architecture(document)
+    architecture = architecture_of(document)
     if architecture.endswith(_SCORING):
         return ModelTask.CLASSIFICATION
     made_for_vectors = (folder / "modules.json").exists() or architecture.endswith(_HEADLESS)
     return ModelTask.EMBEDDINGS if is_encoder(document) or made_for_vectors else ModelTask.GENERATION
 
 
-def is_encoder(document: Mapping[str, Any]) -> bool:
-    """Whether it reads a whole text at once, and keeps nothing of it."""
-    return _family(document) in _ENCODERS
-
-
-def context_of(document: Mapping[str, Any]) -> int:
-    """Tokens of the longest text. RoBERTa's positions begin behind that of its padding."""
-    context = int(document.get("max_position_embeddings") or 2048)
-    if "Roberta" in _architecture(document):
-        context -= int(document.get("pad_token_id", 1)) + 1
-    return context
-
-
 def read_embedding_spec(
     folder: Path, document: Mapping[str, Any], entry: ModelEntryConfig, task: ModelTask
 ) -> EmbeddingSpec | None:
-    """How the folder's model gives vectors; None where it writes text. Raises FolderError."""
+    """How the folder's model gives vectors; None where it writes text. Raises ModelFolderError."""
     if task is ModelTask.GENERATION:
         if is_encoder(document):
             raise ModelFolderError(f"{folder} reads whole texts and writes none: its task is {ModelTask.EMBEDDINGS}")
         return None
     tokens_max = min(context_of(document), entry.context_tokens or context_of(document))
     if task is ModelTask.CLASSIFICATION:
-        if not _architecture(document).endswith(_SCORING):
+        if not architecture_of(document).endswith(_SCORING):
             raise ModelFolderError(
                 f"{folder} has no head that scores: its architectures end in {_SCORING} for this task"
             )
@@ -118,18 +105,8 @@ def read_embedding_spec(
     )
 
 
-def _architecture(document: Mapping[str, Any]) -> str:
-    named = document.get("architectures")
-    return str(named[0]) if isinstance(named, list) and named else ""
-
-
-def _family(document: Mapping[str, Any]) -> str:
-    """`XLMRobertaForMaskedLM` → `XLMRoberta`."""
-    return _architecture(document).partition("For")[0].removesuffix("Model")
-
-
 def _modules(folder: Path) -> dict[str, str]:
-    """The kinds of the folder's modules → their folders. Raises FolderError for one that is not served."""
+    """The kinds of the folder's modules → their folders. Raises ModelFolderError for one that is not served."""
     listed = _read(folder / "modules.json", [])
     modules = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
     foreign = modules.keys() - {"Transformer", "Pooling", "Normalize"}
@@ -170,7 +147,7 @@ def _cuts(document: Mapping[str, Any], entry: ModelEntryConfig) -> frozenset[int
 
 
 def _read(path: Path, default: Any = None) -> Any:
-    """Its JSON; `default`, or an empty object, where there is no such file. Raises FolderError."""
+    """Its JSON; `default`, or an empty object, where there is no such file. Raises ModelFolderError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -9,8 +9,9 @@ from cyclopts import Parameter
 from msgspec import UNSET, structs
 
 from gateway.commands import transfer
-from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
-from gateway.commands.options import (
+from gateway.commands.access.store_access import Access, account_json
+from gateway.commands.terminal.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
+from gateway.commands.terminal.options import (
     AccountId,
     Json,
     OptionalDuration,
@@ -21,8 +22,7 @@ from gateway.commands.options import (
     parsed_by,
     split_list,
 )
-from gateway.commands.output import print_either, print_table, time_text
-from gateway.commands.store_access import Access, account_json
+from gateway.commands.terminal.output import print_either, print_table, time_text
 from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS
 from tenants.records.plans import DEFAULT_PLAN

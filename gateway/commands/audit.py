@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final
 from cyclopts import Parameter
 from msgspec import structs
 
-from gateway.commands.options import Json, command_app, exclusive
-from gateway.commands.output import print_either, print_table, progress_bar, time_text
-from gateway.commands.store_access import Access, StoreAccess
+from gateway.commands.access.store_access import Access, StoreAccess
+from gateway.commands.terminal.options import Json, command_app, exclusive
+from gateway.commands.terminal.output import print_either, print_table, progress_bar, time_text
 from tenants.audit import SYSTEM, ChainVerdict
 
 _TEACHING: Final = """\

@@ -12,8 +12,8 @@ from typing import Annotated, Final
 import msgspec
 from cyclopts import Parameter
 
-from gateway.commands.options import Json, Source, command_app
-from gateway.commands.output import fail, format_bytes, print_either, progress, progress_bar
+from gateway.commands.terminal.options import Json, Source, command_app
+from gateway.commands.terminal.output import fail, format_bytes, print_either, progress, progress_bar
 from gateway.commands.usage import BalanceRow, balances
 from gateway.config import Config
 from gateway.state_dir import server_secret

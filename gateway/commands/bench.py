@@ -22,8 +22,8 @@ from gateway.bench.load import Workload
 from gateway.bench.overhead import GatewayShare, ProcessCpu
 from gateway.bench.server import NotServing, OwnServer, own_server
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.commands.options import Source, command_app
-from gateway.commands.output import fail, print_either, print_json
+from gateway.commands.terminal.options import Source, command_app
+from gateway.commands.terminal.output import fail, print_either, print_json
 from gateway.state_dir import Credentials, read_credentials
 
 _TEACHING: Final = """\

@@ -5,8 +5,8 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from gateway.commands.options import Source, command_app
-from gateway.commands.output import fail
+from gateway.commands.terminal.options import Source, command_app
+from gateway.commands.terminal.output import fail
 from gateway.observability.logging import configure_logging
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import server_secret

@@ -10,7 +10,7 @@ import msgspec
 from engine.log import LOG_FORMAT_VARIABLE
 from engine.protocol.specs import MachineSpec, TelemetrySpec
 from gateway.catalogue.catalogue import model_entries, spec_of
-from gateway.commands.options import Device, Source, command_app
+from gateway.commands.terminal.options import Device, Source, command_app
 from gateway.config import Config
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import open_state

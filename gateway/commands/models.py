@@ -12,12 +12,13 @@ from engine.protocol.frames import MachineState
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
 from gateway.catalogue.bf12_size import Bf12Size
 from gateway.catalogue.catalogue import folder_of, model_entries, price_of
+from gateway.catalogue.model_config import read_model_config
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
-from gateway.commands import models_add, models_compress, models_warm
-from gateway.commands.model_size import ModelSizes, read_config, sizes_of
-from gateway.commands.options import Json, Source, command_app
-from gateway.commands.output import fail, format_bytes, print_either, print_table
-from gateway.commands.residencies import machine_reports, replicas_of, residency_text
+from gateway.commands.access.residencies import machine_reports, replicas_of, residency_text
+from gateway.commands.model_tools import add, compress, warm
+from gateway.commands.model_tools.size import ModelSizes, sizes_of
+from gateway.commands.terminal.options import Json, Source, command_app
+from gateway.commands.terminal.output import fail, format_bytes, print_either, print_table
 from gateway.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
@@ -39,6 +40,7 @@ adds folders too, sets prices and sizes, and leaves models out; what it says goe
 """
 
 
+_NO_CONFIG: Final = "its folder has no config.json that can be read"
 app = command_app("models", "list, show, add, remove, warm and compress models", _TEACHING)
 
 
@@ -82,11 +84,11 @@ def show(
     return 0
 
 
-app.command(models_add.add)
-app.command(models_add.remove)
-app.command(models_warm.app)
-app.command(models_compress.compress_app)
-app.command(models_compress.expand_app)
+app.command(add.add)
+app.command(add.remove)
+app.command(warm.app)
+app.command(compress.compress_app)
+app.command(compress.expand_app)
 
 
 def memory_reports(config: Config, name: str) -> list[MemoryReport]:
@@ -180,12 +182,11 @@ def _parts(memory: MemoryReport) -> dict[str, Any]:
 
 
 def _document(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
-    folder = folder_of(config, entry)
-    model_config, price = read_config(folder), price_of(entry)
+    folder, price = folder_of(config, entry), price_of(entry)
     document: dict[str, Any] = {
         "name": entry.name,
         "description": entry.description,
-        "task": task_of(folder, model_config, entry) if model_config else entry.task,
+        "task": entry.task,
         "folder": str(folder),
         "replicas": entry.replicas,
         "neurons_per_million_tokens": {
@@ -195,9 +196,14 @@ def _document(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
         },
         "problem": "",
     }
+    try:
+        model_config = read_model_config(folder)
+    except ModelFolderError:
+        return {**document, "problem": _NO_CONFIG}
+    document["task"] = task_of(folder, model_config, entry)
     sizes = sizes_of(config, entry)
     if sizes is None:
-        return {**document, "problem": "its folder has no config.json that can be read"}
+        return {**document, "problem": _NO_CONFIG}
     if sizes.weights_bytes == 0:
         return {**document, "problem": "its folder has no *.safetensors"}
     try:
@@ -225,7 +231,7 @@ def _compressed(size: Bf12Size | None) -> dict[str, Any] | None:
 
 
 def _on_device(config: Config, sizes: ModelSizes) -> ModelSizes:
-    """As the devices of this host have it."""
+    """The sizes on this host's devices."""
     if sizes.compressed is None or gpus.usable_gpus(config.machine.device, gpus.installed_gpus()):
         return sizes
     return sizes.on_a_cpu

@@ -7,10 +7,10 @@ import msgspec
 from cyclopts import Group, Parameter
 from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
-from gateway.commands.options import Json, OptionalCount, OptionalDuration, command_app, given_fields
-from gateway.commands.output import format_amount, print_either, print_table
-from gateway.commands.store_access import Access, plan_json
+from gateway.commands.access.store_access import Access, plan_json
+from gateway.commands.terminal.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
+from gateway.commands.terminal.options import Json, OptionalCount, OptionalDuration, command_app, given_fields
+from gateway.commands.terminal.output import format_amount, print_either, print_table
 from tenants.audit import SYSTEM
 from tenants.auth.errors import NotFound
 from tenants.records.plans import Plan

@@ -20,8 +20,8 @@ from cyclopts import Parameter
 
 from gateway.catalogue.catalogue import pulled_folder
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
-from gateway.commands.options import Source, command_app
-from gateway.commands.output import fail, format_bytes
+from gateway.commands.terminal.options import Source, command_app
+from gateway.commands.terminal.output import fail, format_bytes
 from gateway.config import Config
 from gateway.state_dir import open_state
 

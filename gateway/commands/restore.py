@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import msgspec
 from cyclopts import Parameter
 
+from gateway.commands.access.store_access import StoreAccess, with_store_access
 from gateway.commands.backup import (
     DATABASE,
     EXPORT,
@@ -24,9 +25,8 @@ from gateway.commands.backup import (
     examine_database,
     sqlite_path,
 )
-from gateway.commands.options import Json, Source, command_app
-from gateway.commands.output import fail, print_either, time_text
-from gateway.commands.store_access import StoreAccess, with_store_access
+from gateway.commands.terminal.options import Json, Source, command_app
+from gateway.commands.terminal.output import fail, print_either, time_text
 from gateway.commands.transfer import import_export_file
 from gateway.config import Config, SettingsError
 from gateway.state_dir import exclusive_state, open_state

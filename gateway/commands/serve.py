@@ -27,12 +27,13 @@ from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
 from gateway.catalogue.catalogue import model_entries
+from gateway.commands.access.endpoint import base_url, endpoint_answers
+from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
+from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.commands.machine import machine_command
-from gateway.commands.options import Device, Source, command_app
-from gateway.commands.output import fail
-from gateway.commands.residencies import MachineWatcher, at_rest, on_device
-from gateway.commands.store_access import StoreAccess, ask_store
-from gateway.config import Config, ServerConfig, SettingsError
+from gateway.commands.terminal.options import Device, Source, command_app
+from gateway.commands.terminal.output import fail
+from gateway.config import Config, SettingsError
 from gateway.http.tls import open_certificate
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import (
@@ -103,30 +104,6 @@ def _free_port(config: Config) -> int:
         raise SettingsError(
             f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another"
         ) from error
-
-
-def base_url(server: ServerConfig, port: int) -> str:
-    """How a client reaches the server: by the first of its names, or by its address on this host."""
-    scheme = "https" if server.certificate else "http"
-    name = next((name for name in server.hosts if not name.startswith("*.")), reachable_host(server.host))
-    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
-
-
-def reachable_host(host: str) -> str:
-    """Where a server that listens there is reached from its own host."""
-    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-
-
-def endpoint_answers(server: ServerConfig, port: int, path: str) -> bool:
-    """Whether a gateway on this host says 200 there. Its certificate need not name this host's address."""
-    import httpx  # only here: other commands start without it
-
-    scheme, host = "https" if server.certificate else "http", reachable_host(server.host)
-    url = httpx.URL(scheme=scheme, host=host, port=port, path=path)
-    try:
-        return httpx.get(url, timeout=2, verify=False, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 async def _first_credentials(config: Config, url: str, access: StoreAccess) -> Credentials:

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from cyclopts import Parameter
 
 from gateway.commands.backup import sqlite_path
-from gateway.commands.options import Source, command_app, exclusive
+from gateway.commands.terminal.options import Source, command_app, exclusive
 from gateway.config import CONFIG_NAME, Config
 
 _TEACHING: Final = """\

@@ -7,10 +7,18 @@ from typing import Annotated, Any, Final
 from cyclopts import Parameter
 from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.limits import NO_CHANGE, LimitOptions, limits_text
-from gateway.commands.options import AccountId, Duration, Json, OptionalDuration, TokenId, WordList, command_app
-from gateway.commands.output import print_either, print_table, time_text
-from gateway.commands.store_access import Access, token_json
+from gateway.commands.access.store_access import Access, token_json
+from gateway.commands.terminal.limits import NO_CHANGE, LimitOptions, limits_text
+from gateway.commands.terminal.options import (
+    AccountId,
+    Duration,
+    Json,
+    OptionalDuration,
+    TokenId,
+    WordList,
+    command_app,
+)
+from gateway.commands.terminal.output import print_either, print_table, time_text
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import NO_LIMITS
 from tenants.records.tokens import ApiToken

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 from cyclopts import Parameter
 
-from gateway.commands.operator_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
-from gateway.commands.options import Source, command_app, exclusive
-from gateway.commands.output import fail
+from gateway.commands.access.operator_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
+from gateway.commands.terminal.options import Source, command_app, exclusive
+from gateway.commands.terminal.output import fail
 from tenants.store.protocol import StoreUnavailable
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.admin.machines import DeviceItem, MachineItem, MachineReplicaItem, MachinesItem
-from gateway.commands.output import format_bytes
+from gateway.commands.terminal.output import format_bytes
 
 _MINUTE_S: Final = 60.0
 _BAR_LEAST, _BAR_MOST = 6, 40

@@ -8,9 +8,9 @@ from typing import Annotated, BinaryIO
 
 from cyclopts import Parameter
 
-from gateway.commands.options import Json
-from gateway.commands.output import print_either, progress_bar
-from gateway.commands.store_access import Access, StoreAccess
+from gateway.commands.access.store_access import Access, StoreAccess
+from gateway.commands.terminal.options import Json
+from gateway.commands.terminal.output import print_either, progress_bar
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.export import ImportCounts

@@ -10,9 +10,9 @@ import msgspec
 from cyclopts import Parameter
 from msgspec import structs
 
-from gateway.commands.options import Day, Json, command_app, exclusive
-from gateway.commands.output import day_text, format_amount, print_either, print_json, print_table, progress
-from gateway.commands.store_access import Access, StoreAccess
+from gateway.commands.access.store_access import Access, StoreAccess
+from gateway.commands.terminal.options import Day, Json, command_app, exclusive
+from gateway.commands.terminal.output import day_text, format_amount, print_either, print_json, print_table, progress
 from tenants.records.usage import MICRO, Totals, UsageRow
 from tenants.store.protocol import RETENTION_DAYS, Store
 

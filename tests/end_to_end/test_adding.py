@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gateway.commands.residencies import machine_reports, replicas_of
+from gateway.commands.access.residencies import machine_reports, replicas_of
 from gateway.config import load_config
 from tests.end_to_end.conftest import EMBER, ONE_THREAD, Hearth, run_hearth, wait_for
 from tests.support.tiny_model import write_tiny

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, describe, load_config, settings
+from gateway.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, load_config
+from gateway.config_reference import describe, settings
 
 ISSUER = """
 [[issuers]]

@@ -1,5 +1,5 @@
 """What engine/execution/warmup.py prepares, and what a replica's start then takes over;
-tests/gateway/commands/test_models_warm.py starts it."""
+tests/gateway/commands/model_tools/test_warm.py starts it."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 """engine/weights/validate.py: what a replica would load is counted from headers, without torch. What it refuses is
-tested by the command that asks it (tests/gateway/commands/test_models_add.py).
+tested by the command that asks it (tests/gateway/commands/model_tools/test_add.py).
 """
 
 import subprocess

@@ -10,8 +10,9 @@ import pytest
 from engine.hostinfo import gpus, memory
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
-from gateway.commands import doctor
-from gateway.config import Config, ModelEntryConfig, settings
+from gateway.commands.checks import host as host_checks
+from gateway.config import Config, ModelEntryConfig
+from gateway.config_reference import settings
 from tests.support import minilm
 from tests.support.certificates import write_certificate
 from tests.support.fake_nvml import FakeGpu, install_nvml
@@ -136,7 +137,7 @@ def test_memory_that_others_use_is_noted(capsys: pytest.CaptureFixture[str], mon
 
 def test_a_full_disk_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(1 << 40, 1 << 40, 5 << 20)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: usage)
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda place: usage)
     assert examine(capsys, 1)["disk"][0]["verdict"] == "wrong"
 
 
@@ -150,7 +151,7 @@ class Host:
         self.headers.mkdir()
         (self.headers / "Python.h").touch()
         monkeypatch.setenv("CC", "/usr/bin/their-cc")
-        monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(self.headers)})
+        monkeypatch.setattr(host_checks.sysconfig, "get_paths", lambda scheme: {"include": str(self.headers)})
 
     def found(self, status: int, *installed: FakeGpu, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
         install_nvml(self._monkeypatch, installed)
@@ -181,7 +182,7 @@ def test_what_kernels_need_is_looked_for_where_there_is_a_gpu(host: Host, monkey
     (finding,) = host.found(1, H200)["kernels"]
     assert "python3-dev" in finding["advice"]
     monkeypatch.delenv("CC")
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host_checks.shutil, "which", lambda name: None)
     (finding,) = host.found(1, H200)["kernels"]
     assert (finding["verdict"], "gcc" in finding["advice"]) == ("wrong", True)
 

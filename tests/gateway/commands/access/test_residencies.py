@@ -15,7 +15,8 @@ import pytest
 from engine.protocol.frames import DeviceState, MachineState, ReplicaState, encode_frame
 from engine.protocol.types import Residency
 from gateway.cli import main
-from gateway.commands.residencies import at_rest, machine_reports, residency_text
+from gateway.commands.access import residencies
+from gateway.commands.access.residencies import at_rest, machine_reports, residency_text
 from gateway.commands.serve import ServeSupervisor
 from gateway.config import load_config
 from gateway.state_dir import Credentials, open_state
@@ -74,6 +75,8 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "hearth.toml").write_text("[server]\nport = 0\n")  # doctor finds no port taken by others' servers
+    monkeypatch.setattr(residencies, "REPORT_S", 60.0)  # nobody measures here how soon a busy host's threads run
     config = load_config()
     open_state(config)
     made = Machine(config.machine_address)
@@ -101,7 +104,10 @@ def test_replicas_are_told_in_few_words() -> None:
     assert residency_text([]) == "-"
 
 
-def test_a_machine_that_says_nothing_is_not_waited_for_for_long(machine: Machine) -> None:
+def test_a_machine_that_reports_nothing_is_not_waited_for_for_long(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(residencies, "REPORT_S", 0.05)
     machine.said = None
     assert machine_reports(load_config()) == []
 

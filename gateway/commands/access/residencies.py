@@ -1,29 +1,30 @@
-"""Where models are, as machines tell it to whoever connects: no gateway and no token are needed for it."""
+"""Where models are, as machines report it to every client: this needs no gateway and no token."""
 
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from engine.protocol import frames
 from engine.protocol.address import parse_address
 from engine.protocol.types import Residency
 from gateway.config import Config
 
-_ASK_S = 1.0
-_LOOK_S = 0.01
+REPORT_S: Final = 1.0
+_LOOK_S: Final = 0.01
 
 
 class MachineWatcher:
-    """A watcher of one machine's word about its replicas. Never blocks for long."""
+    """Watches what one machine reports of its replicas. No call blocks for long."""
 
     def __init__(self, address: str) -> None:
         self._target = parse_address(address)
         self._socket: socket.socket | None = None
         self._frames = frames.FrameReader()
-        self._said: frames.MachineState | None = None
+        self._report: frames.MachineState | None = None
 
     def look(self) -> frames.MachineState | None:
-        """What it said last; None while it cannot be reached."""
+        """The last report; None while the machine cannot be reached."""
         try:
             if self._socket is None:
                 self._connect()
@@ -31,14 +32,14 @@ class MachineWatcher:
             received = self._socket.recv(1 << 16)
             for frame in self._frames.feed(received):
                 if isinstance(frame, frames.MachineState):
-                    self._said = frame
+                    self._report = frame
             if not received:
                 self.close()
         except BlockingIOError:
             pass
         except (OSError, frames.FrameError):
             self.close()
-        return self._said
+        return self._report
 
     def _connect(self) -> None:
         self._frames = frames.FrameReader()
@@ -56,29 +57,29 @@ class MachineWatcher:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        self._said = None
+        self._report = None
 
 
 def machine_reports(config: Config) -> list[frames.MachineState]:
-    """What those of the configured machines say that answer within a second in all."""
-    sides = [MachineWatcher(address) for address in config.machine_addresses]
+    """The reports of the configured machines that answer within REPORT_S in all."""
+    deadline = time.monotonic() + REPORT_S
+    watchers = [MachineWatcher(address) for address in config.machine_addresses]
     try:
-        said = [side.look() for side in sides]
-        until = time.monotonic() + _ASK_S
-        while any(fleet is None and not side.away for fleet, side in zip(said, sides, strict=True)):
-            if time.monotonic() >= until:
+        reports = [watcher.look() for watcher in watchers]
+        while any(report is None and not one.away for report, one in zip(reports, watchers, strict=True)):
+            if time.monotonic() >= deadline:
                 break
             time.sleep(_LOOK_S)
-            said = [None if side.away else side.look() for side in sides]
-        return [fleet for fleet in said if fleet is not None]
+            reports = [None if watcher.away else watcher.look() for watcher in watchers]
+        return [report for report in reports if report is not None]
     finally:
-        for side in sides:
-            side.close()
+        for watcher in watchers:
+            watcher.close()
 
 
-def replicas_of(model: str, said: Iterable[frames.MachineState]) -> Iterator[frames.ReplicaState]:
-    for fleet in said:
-        yield from (replica for replica in fleet.replicas if replica.model == model)
+def replicas_of(model: str, machines: Iterable[frames.MachineState]) -> Iterator[frames.ReplicaState]:
+    for machine in machines:
+        yield from (replica for replica in machine.replicas if replica.model == model)
 
 
 def on_device(replica: frames.ReplicaState) -> bool:
@@ -86,19 +87,19 @@ def on_device(replica: frames.ReplicaState) -> bool:
 
 
 def at_rest(replica: frames.ReplicaState) -> bool:
-    """Whether it sleeps and would wake for a call; not while it moves, nor where it cannot be started."""
+    """Whether a replica sleeps and would wake for a call; not while it moves, nor if it cannot be started."""
     asleep = replica.residency is not Residency.DEVICE and replica.toward is replica.residency
     return asleep and not replica.problem and replica.ready_ms >= 0 and not replica.quarantined
 
 
 def residency_text(replicas: Sequence[frames.ReplicaState]) -> str:
-    """`2 × device`, `memory → device`, …; `-` where there are none."""
-    told = [_words(replica) for replica in replicas]
-    counted = [f"{told.count(word)} × {word}" if told.count(word) > 1 else word for word in dict.fromkeys(told)]
+    """`2 × device`, `memory → device`, …; `-` without any."""
+    texts = [_text(replica) for replica in replicas]
+    counted = [f"{texts.count(text)} × {text}" if texts.count(text) > 1 else text for text in dict.fromkeys(texts)]
     return ", ".join(counted) or "-"
 
 
-def _words(replica: frames.ReplicaState) -> str:
+def _text(replica: frames.ReplicaState) -> str:
     where = replica.residency.name.lower()
     moving = "" if replica.toward is replica.residency else f" → {replica.toward.name.lower()}"
     return f"{where}{moving}{', quarantined' if replica.quarantined else ''}"

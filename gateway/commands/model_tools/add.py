@@ -19,10 +19,11 @@ from gateway.catalogue.registrations import (
     remove_registration,
     save_registration,
 )
-from gateway.commands.model_check import UnservableFolder, inspect_folder
-from gateway.commands.options import Json, Source
-from gateway.commands.output import fail, format_bytes, print_either
-from gateway.config import Config, settings
+from gateway.commands.model_tools.folder_check import UnservableFolder, inspect_folder
+from gateway.commands.terminal.options import Json, Source
+from gateway.commands.terminal.output import fail, format_bytes, print_either
+from gateway.config import Config
+from gateway.config_reference import settings
 from gateway.state_dir import open_state
 
 _HELP: Final = {key.removeprefix("models."): text for key, _, text in settings()}

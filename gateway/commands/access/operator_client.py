@@ -11,8 +11,8 @@ from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
-from gateway.commands.serve import base_url, reachable_host
-from gateway.commands.store_access import StoreAccess, ask_store
+from gateway.commands.access.endpoint import base_url, reachable_host
+from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.config import Config, ServerConfig
 from gateway.state_dir import read_credentials
 from tenants.records.accounts import Account

@@ -19,8 +19,8 @@ from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
 from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import model_entries, spec_of
-from gateway.commands.options import Json, Source, command_app
-from gateway.commands.output import print_json
+from gateway.commands.terminal.options import Json, Source, command_app
+from gateway.commands.terminal.output import print_json
 from gateway.config import Config, SettingsError
 
 _TEACHING: Final = """\

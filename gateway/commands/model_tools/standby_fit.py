@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.hostinfo.memory import DeviceBudget
-from gateway.commands.model_size import ModelSizes
+from gateway.commands.model_tools.size import ModelSizes
 from gateway.config import ModelEntryConfig
 
 

@@ -13,8 +13,8 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from gateway.catalogue.catalogue import folder_of, model_entries
-from gateway.commands.options import Json, Source, command_app
-from gateway.commands.output import fail
+from gateway.commands.terminal.options import Json, Source, command_app
+from gateway.commands.terminal.output import fail
 from gateway.config import Config
 
 _COMPRESSING: Final = """\

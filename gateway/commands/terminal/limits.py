@@ -6,8 +6,8 @@ from typing import Annotated, Any, Final
 from cyclopts import Group, Parameter
 from msgspec import UNSET, structs
 
-from gateway.commands.options import NONE, OptionalAmount, OptionalCount, given_fields
-from gateway.commands.output import format_amount
+from gateway.commands.terminal.options import NONE, OptionalAmount, OptionalCount, given_fields
+from gateway.commands.terminal.output import format_amount
 from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
 _GROUP: Final = Group("Limits", help=f"a number, or `{NONE}` to take the limit back", sort_key=10)

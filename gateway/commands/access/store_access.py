@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from gateway.commands.limits import limits_json
-from gateway.commands.options import SOURCE
-from gateway.commands.output import fail
+from gateway.commands.terminal.limits import limits_json
+from gateway.commands.terminal.options import SOURCE
+from gateway.commands.terminal.output import fail
 from gateway.config import Config
 from gateway.state_dir import server_secret
 from tenants.audit import AuditLog, fit_detail

@@ -1,0 +1,1 @@
+"""What `hearth doctor` looks at, by subject. Nothing here prints, or changes anything."""

@@ -1,0 +1,1 @@
+"""What `hearth models` and `hearth doctor` do with models: add, warm, compress, check and size them."""

@@ -1,0 +1,1 @@
+"""What a command reads from and prints to a terminal: options, tables, units. It opens no store and no socket."""
