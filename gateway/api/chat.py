@@ -9,43 +9,39 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.chunks import ChunkWriter, StreamOptions
-from gateway.api.dialect import GenerationRequest
-from gateway.api.run_fields import RunPrompt, refuse_lora
-from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
-from gateway.errors import ApiError, bad_input
-from gateway.http import sse
-from gateway.http.json_body import decode_body
-from gateway.inference.prompt import (
+from gateway.api.body_fields import (
     CHOICES_MAX,
     LOGPROBS_MAX,
     MaxTokens,
-    Messages,
     Probability,
-    Prompt,
     ReasoningEffort,
+    SamplingFields,
     ShortText,
     TemplateOptions,
-    Tools,
-    chat_messages,
     max_tokens_of,
     only,
     refuse_field,
-    stops,
-    strict,
+    refuse_unless,
+    sampled_prompt,
     template_options,
-    tool_definitions,
 )
+from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.dialect import GenerationRequest
+from gateway.api.message_fields import Messages, RunPrompt, chat_messages, refuse_lora
+from gateway.api.tool_fields import ToolChoiceField, Tools, with_tools
+from gateway.errors import bad_input
+from gateway.http import sse
+from gateway.http.json_body import decode_body
+from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 from gateway.inference.run_options import RunOptionsBody
-from gateway.inference.tool_choice import ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 1.0
 _encode = msgspec.json.encode
 
 
 class ChatFields(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of chat completions. Those below `prompt_cache_key` are refused where they ask for something.
+    """Fields of chat completions. Fields below `prompt_cache_key` are refused where they ask for something.
 
     `safety_identifier` and `prompt_cache_key` are labels: they change nothing and are not kept.
     The cache is always the account's own, so that a key of the caller's is not needed.
@@ -91,62 +87,50 @@ class ChatBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True
 _decoder: Final = msgspec.json.Decoder(ChatBody)
 
 
-def prompt_of(asked: ChatFields, given: RunPrompt, drawn_seed: int, within: RunOptionsBody | None = None) -> Prompt:
-    """What the fields ask for of what is given. Raises Refusal."""
-    _refuse_unserved(asked)
-    if asked.stream_options is not None and not asked.stream:
+def prompt_of(body: ChatFields, given: RunPrompt, drawn_seed: int, options: RunOptionsBody | None = None) -> Prompt:
+    """What the fields ask for of what is given. Raises ApiError."""
+    _refuse_unserved(body)
+    if body.stream_options is not None and not body.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
-    tools, choice = select_tools(tool_definitions(asked.tools), asked.tool_choice)
-    held = constraint_of(asked)
-    options = asked.stream_options or StreamOptions()
-    return Prompt(
+    stream_options = body.stream_options or StreamOptions()
+    prompt = Prompt(
         text=given.text,
         messages=given.messages,
         raw=given.raw,
-        tools=tools,
-        tool_choice=choice,
-        parallel_calls=asked.parallel_tool_calls is not False,
-        strict_calls=strict(asked.tools),
-        template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
-        grammar=held.grammar,
-        grammar_field=held.field,
-        json=held.json,
-        sampling=sampling_params(
-            asked,
-            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-            top_p=asked.top_p,
-            seed=asked.seed,
-            drawn_seed=drawn_seed,
-            logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        ),
-        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens),
-        n=asked.n or 1,
-        stop=stops(asked.stop),
-        stream=bool(asked.stream),
-        include_usage=bool(options.include_usage),
-        padded=options.include_obfuscation is not False,
-        options=within,
-        user=asked.user,
+        template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
+        max_tokens=max_tokens_of(body.max_tokens, body.max_completion_tokens),
+        n=body.n or 1,
+        include_usage=bool(stream_options.include_usage),
+        padded=stream_options.include_obfuscation is not False,
+        options=options,
+    )
+    return sampled_prompt(
+        with_tools(prompt, body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
+        body,
+        drawn_seed,
+        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
 
-def _refuse_unserved(asked: ChatFields) -> None:
-    def unless(field: str, served: tuple[object, ...], advice: str) -> None:
-        value = getattr(asked, field)
-        refuse_field(field, None if value in served else True, advice)
-
-    unless("store", (None, False), "nothing is stored; leave it out")
-    unless("service_tier", (None, "auto", "default"), "leave it out, or send 'auto' or 'default'")
-    unless("modalities", (None, ["text"]), "send ['text']")
-    unless("verbosity", (None, "medium"), "leave it out, or send 'medium'")
+def _refuse_unserved(body: ChatFields) -> None:
+    refuse_unless("store", body.store, (None, False), "nothing is stored; leave it out")
+    refuse_unless(
+        "service_tier", body.service_tier, (None, "auto", "default"), "leave it out, or send 'auto' or 'default'"
+    )
+    refuse_unless("modalities", body.modalities, (None, ["text"]), "send ['text']")
+    refuse_unless("verbosity", body.verbosity, (None, "medium"), "leave it out, or send 'medium'")
     for field in ("audio", "prediction", "web_search_options", "moderation", "prompt_cache_options"):
-        unless(field, (None,), "leave it out")
-    unless("prompt_cache_retention", (None, "in_memory", "in-memory"), "leave it out, or send 'in_memory'")
-    unless("function_call", (None,), "use 'tool_choice'")
-    unless("functions", (None,), "use 'tools'")
-    refuse_lora(asked.lora)
+        refuse_field(field, getattr(body, field), "leave it out")
+    in_memory = (None, "in_memory", "in-memory")
+    refuse_unless("prompt_cache_retention", body.prompt_cache_retention, in_memory, "leave it out, or send 'in_memory'")
+    refuse_field("function_call", body.function_call, "use 'tool_choice'")
+    refuse_field("functions", body.functions, "use 'tools'")
+    refuse_lora(body.lora)
 
 
 def chunks_of(
@@ -158,11 +142,12 @@ def chunks_of(
 
 
 class ChatReply:
-    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
+    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where request for."""
 
     def __init__(self, prompt: Prompt, chunks: ChunkWriter) -> None:
         self._choices = prompt.n
         self._chunks = chunks
+        self.end, self.fail = chunks.end, chunks.fail
         self._contents = [chunks.head + b'{"index":%d,"delta":{"content":' % choice for choice in range(prompt.n)]
         self._rest = b'},"finish_reason":null}' + chunks.tail
         self._arguments: dict[int, bytes] = {}  # by choice, of the call that is being written
@@ -198,14 +183,8 @@ class ChatReply:
     def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
         return self._chunk(choice, {}, reason)
 
-    def end(self, usage: Usage) -> bytes:
-        return self._chunks.end(usage)
-
-    def fail(self, refusal: ApiError, request_id: str) -> bytes:
-        return self._chunks.fail(refusal, request_id)
-
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
-        return self._chunks.whole([_choice(i, completion) for i, completion in enumerate(completions)], usage)
+        return self._chunks.body([_choice(i, completion) for i, completion in enumerate(completions)], usage)
 
     def _chunk(self, choice: int, delta: dict[str, Any], finish: str | None) -> bytes:
         return self._chunks.event(_encode({"index": choice, "delta": delta, "finish_reason": finish}))
@@ -244,10 +223,10 @@ class ChatDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode_body(body, _decoder)
-        prompt = prompt_of(asked, RunPrompt(messages=chat_messages(asked.messages)), drawn_seed)
+        request = decode_body(body, _decoder)
+        prompt = prompt_of(request, RunPrompt(messages=chat_messages(request.messages)), drawn_seed)
 
         def reply(model: str, id: str, taken: int) -> ChatReply:
             return ChatReply(prompt, chunks_of(prompt, model, id, taken, self._paddings))
 
-        return GenerationRequest(asked.model, prompt, reply)
+        return GenerationRequest(request.model, prompt, reply)

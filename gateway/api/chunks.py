@@ -44,8 +44,8 @@ class ChunkWriter:
     ) -> None:
         self._include_usage = prompt.include_usage
         self._enveloped = enveloped
-        self._said = {"id": id, "object": kinds[0], "created": created, "model": model}
-        self.head = b"data: " + _encode({**self._said, "object": kinds[1]})[:-1] + b',"choices":['
+        self._common_fields = {"id": id, "object": kinds[0], "created": created, "model": model}
+        self.head = b"data: " + _encode({**self._common_fields, "object": kinds[1]})[:-1] + b',"choices":['
         # What stands around a choice and its padding, which replies that write many pieces put together themselves.
         usage = b'],"usage":null' if prompt.include_usage else b"]"
         self.tail = usage + (b',"obfuscation":"' if prompt.padded else b"}\n\n")
@@ -67,6 +67,6 @@ class ChunkWriter:
         error = envelope(refusal, request_id) if self._enveloped else openai_envelope(refusal, request_id)
         return sse.event(error) + sse.DONE
 
-    def whole(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        result = {**self._said, "choices": choices, "usage": usage.fields()}
+    def body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+        result = {**self._common_fields, "choices": choices, "usage": usage.fields()}
         return _encode(enveloped(result) if self._enveloped else result)

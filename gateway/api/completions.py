@@ -9,13 +9,21 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from gateway.api.body_fields import (
+    CHOICES_MAX,
+    Probability,
+    SamplingFields,
+    ShortText,
+    TokenId,
+    refuse_field,
+    sampled_prompt,
+)
 from gateway.api.chunks import ChunkWriter, StreamOptions
 from gateway.api.dialect import GenerationRequest
-from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
-from gateway.errors import ApiError, bad_input
+from gateway.errors import bad_input
 from gateway.http import sse
 from gateway.http.json_body import decode_body
-from gateway.inference.prompt import CHOICES_MAX, Probability, Prompt, ShortText, TokenId, refuse_field, stops
+from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
 TEMPERATURE_DEFAULT: Final = 1.0
@@ -45,60 +53,54 @@ class CompletionsBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
 _decoder: Final = msgspec.json.Decoder(CompletionsBody)
 
 
-def prompt_of(asked: CompletionsBody, drawn_seed: int) -> Prompt:
-    """What a completion asks for. Raises Refusal."""
-    refuse_field("suffix", asked.suffix or None, "put what is before it into 'prompt', and leave it out")
-    if asked.stream_options is not None and not asked.stream:
+def prompt_of(body: CompletionsBody, drawn_seed: int) -> Prompt:
+    """What a completion asks for. Raises ApiError."""
+    refuse_field("suffix", body.suffix or None, "put what is before it into 'prompt', and leave it out")
+    if body.stream_options is not None and not body.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
-    text, ids = _given(asked.prompt)
-    n = asked.n or 1
-    drawn = _drawn(asked, n)
-    if asked.echo and (ids is not None or asked.logprobs is not None):
+    text, ids = _single_prompt(body.prompt)
+    n = body.n or 1
+    drawn = _drawn_choices(body, n)
+    if body.echo and (ids is not None or body.logprobs is not None):
         raise bad_input("'echo' goes with a text for 'prompt' and without 'logprobs'; leave it out", "echo")
-    held = constraint_of(asked)
-    options = asked.stream_options or StreamOptions()
-    return Prompt(
+    options = body.stream_options or StreamOptions()
+    prompt = Prompt(
         text=text,
         ids=ids,
         raw=True,
-        grammar=held.grammar,
-        grammar_field=held.field,
-        json=held.json,
-        sampling=sampling_params(
-            asked,
-            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-            top_p=asked.top_p,
-            seed=asked.seed,
-            drawn_seed=drawn_seed,
-            logprobs=0 if asked.logprobs is None and drawn > n else asked.logprobs,
-        ),
-        max_tokens=asked.max_tokens or MAX_TOKENS_DEFAULT,
+        max_tokens=body.max_tokens or MAX_TOKENS_DEFAULT,
         n=drawn,
-        stop=stops(asked.stop),
-        stream=bool(asked.stream),
         include_usage=bool(options.include_usage),
         padded=options.include_obfuscation is not False,
-        user=asked.user,
+    )
+    return sampled_prompt(
+        prompt,
+        body,
+        drawn_seed,
+        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        logprobs=0 if body.logprobs is None and drawn > n else body.logprobs,
     )
 
 
-def _drawn(asked: CompletionsBody, n: int) -> int:
+def _drawn_choices(body: CompletionsBody, n: int) -> int:
     """How many choices are drawn; the best n of them are shown."""
-    drawn = asked.best_of or n
+    drawn = body.best_of or n
     if drawn < n:
         raise bad_input(f"'best_of' is at least 'n', which is {n}", "best_of")
-    if drawn > n and asked.stream:
+    if drawn > n and body.stream:
         raise bad_input("'best_of' above 'n' is known at the end only and cannot be streamed; leave it out", "best_of")
     return drawn
 
 
-def _given(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[int] | None]:
-    """The one prompt, as a text or as tokens. Raises Refusal for none, and for several."""
-    one = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
-    if isinstance(one, str):
-        return one, None
-    ids = [id for id in ([one] if isinstance(one, int) else one) if isinstance(id, int)]
-    if not ids or (isinstance(one, list) and len(ids) < len(one)):
+def _single_prompt(prompt: str | list[str | int | list[int]]) -> tuple[str | None, list[int] | None]:
+    """The one prompt, as a text or as tokens. Raises ApiError for none, and for several."""
+    item = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if isinstance(item, str):
+        return item, None
+    ids = [id for id in ([item] if isinstance(item, int) else item) if isinstance(id, int)]
+    if not ids or (isinstance(item, list) and len(ids) < len(item)):
         raise bad_input("'prompt' holds no prompt, or several; send one text, or its tokens, a request", "prompt")
     return None, ids
 
@@ -110,6 +112,7 @@ class CompletionsReply:
     def __init__(self, prompt: Prompt, chunks: ChunkWriter, *, shown: int, scored: bool, echo: str = "") -> None:
         self._prompt = prompt
         self._chunks = chunks
+        self.end, self.fail = chunks.end, chunks.fail
         self._shown = shown
         self._scored = scored
         self._echo = echo
@@ -127,27 +130,21 @@ class CompletionsReply:
         return self.text(choice, text, [])
 
     def call(self, choice: int, number: int, use: ToolUse) -> bytes:
-        raise AssertionError("a text goes on without tools")
+        return b""
 
     def arguments(self, choice: int, number: int, fragment: str) -> bytes:
-        raise AssertionError("a text goes on without tools")
+        return b""
 
     def called(self, choice: int, number: int, use: ToolUse) -> bytes:
-        raise AssertionError("a text goes on without tools")
+        return b""
 
     def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
         return self._event(choice, "", None, reason)
 
-    def end(self, usage: Usage) -> bytes:
-        return self._chunks.end(usage)
-
-    def fail(self, refusal: ApiError, request_id: str) -> bytes:
-        return self._chunks.fail(refusal, request_id)
-
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         if self._shown < len(completions):
             completions = sorted(completions, key=_likelihood, reverse=True)[: self._shown]
-        return self._chunks.whole([self._choice(i, completion) for i, completion in enumerate(completions)], usage)
+        return self._chunks.body([self._choice(i, completion) for i, completion in enumerate(completions)], usage)
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         scored = _scored(completion.logprobs or [], 0) if self._scored else None
@@ -199,13 +196,13 @@ class CompletionsDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode_body(body, _decoder)
-        prompt = prompt_of(asked, drawn_seed)
-        shown, scored = asked.n or 1, asked.logprobs is not None
-        echo = prompt.text or "" if asked.echo else ""
+        request = decode_body(body, _decoder)
+        prompt = prompt_of(request, drawn_seed)
+        shown, scored = request.n or 1, request.logprobs is not None
+        echo = prompt.text or "" if request.echo else ""
 
         def reply(model: str, id: str, taken: int) -> CompletionsReply:
             chunks = chunks_of(prompt, model, id, taken, self._paddings)
             return CompletionsReply(prompt, chunks, shown=shown, scored=scored, echo=echo)
 
-        return GenerationRequest(asked.model, prompt, reply)
+        return GenerationRequest(request.model, prompt, reply)

@@ -5,8 +5,8 @@ It makes the turns that a chat template reads, and does not know the shape that 
 
 from typing import Any
 
+from gateway.api.message_fields import Call, ToolCall, tool_call
 from gateway.errors import bad_input
-from gateway.inference.prompt import Call, ToolCall, tool_call
 
 
 class ConversationBuilder:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.protocol.types import Pooling
+from gateway.api.body_fields import ShortText, TokenId, check_same_model
 from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
 from gateway.inference.embedding_types import (
@@ -19,12 +20,11 @@ from gateway.inference.embedding_types import (
     InputKind,
     json_floats,
 )
-from gateway.inference.prompt import ShortText, TokenId
 from gateway.inference.reply import enveloped
 from gateway.inference.run_options import RunOptionsBody
 
 TEXTS_MAX: Final = 100
-INPUTS_MAX: Final = 2048  # of OpenAI's, whose libraries send so many at once
+INPUTS_MAX: Final = 2048  # OpenAI's libraries send so many at once
 _encode = msgspec.json.encode
 
 EmbeddingText = Annotated[str, Meta(min_length=1)]
@@ -74,70 +74,69 @@ class RunEmbeddingsDialect:
     """The dialect of `/ai/run` for models that give vectors."""
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises Refusal."""
-        asked = decode_body(body, _decoder)
+        """Raises ApiError."""
         assert model is not None, "the path names the model"
-        if asked.model is not None and asked.model != model:
-            raise bad_input("'model' differs from the model in the path; leave it out", "model")
+        request = decode_body(body, _decoder)
+        check_same_model(request.model, model)
         texts = EmbeddingInputs(
-            items=_items(asked),
-            scored=asked.query is not None,
-            pooling=None if asked.pooling is None else Pooling(asked.pooling),
-            instruction=asked.instruction,
-            truncate=bool(asked.truncate_inputs),
-            user=asked.user,
-            options=asked.options,
+            items=_items(request),
+            scored=request.query is not None,
+            pooling=None if request.pooling is None else Pooling(request.pooling),
+            instruction=request.instruction,
+            truncate=bool(request.truncate_inputs),
+            user=request.user,
+            options=request.options,
         )
-        return EmbeddingRequest(model, texts, _data if asked.contexts is None else _response)
+        return EmbeddingRequest(model, texts, _data if request.contexts is None else _response)
 
 
-def _items(asked: RunEmbeddingsBody) -> list[EmbeddingInput]:
-    forms = [asked.text is not None, asked.contexts is not None, bool(asked.queries or asked.documents)]
+def _items(body: RunEmbeddingsBody) -> list[EmbeddingInput]:
+    forms = [body.text is not None, body.contexts is not None, bool(body.queries or body.documents)]
     if forms.count(True) != 1:
         raise bad_input(
             f"oneOf at '/' not met, {forms.count(True)} matches: send 'text', or 'contexts' with or without a 'query', "
             "or 'queries' and 'documents'"
         )
-    if asked.query is not None and asked.contexts is None:
+    if body.query is not None and body.contexts is None:
         raise bad_input("'query' goes with 'contexts', which it is compared with; send 'text' for a vector", "query")
-    if asked.instruction is not None and asked.queries is None:
+    if body.instruction is not None and body.queries is None:
         raise bad_input("'instruction' says what 'queries' are for; leave it out without them", "instruction")
-    query = [] if asked.query is None else [EmbeddingInput("query", asked.query, InputKind.QUERY)]
+    query = [] if body.query is None else [EmbeddingInput("query", body.query, InputKind.QUERY)]
     contexts = [
         EmbeddingInput(f"contexts[{i}].text", context.text, InputKind.DOCUMENT)
-        for i, context in enumerate(asked.contexts or ())
+        for i, context in enumerate(body.contexts or ())
     ]
     return [
-        *embedding_inputs("text", asked.text, InputKind.TEXT),
+        *embedding_inputs("text", body.text, InputKind.TEXT),
         *query,
         *contexts,
-        *embedding_inputs("queries", asked.queries, InputKind.QUERY),
-        *embedding_inputs("documents", asked.documents, InputKind.DOCUMENT),
+        *embedding_inputs("queries", body.queries, InputKind.QUERY),
+        *embedding_inputs("documents", body.documents, InputKind.DOCUMENT),
     ]
 
 
-def embedding_inputs(field: str, said: str | Sequence[str] | None, kind: InputKind) -> list[EmbeddingInput]:
+def embedding_inputs(field: str, texts: str | Sequence[str] | None, kind: InputKind) -> list[EmbeddingInput]:
     """The texts of a field that takes one or several."""
-    if said is None:
+    if texts is None:
         return []
-    if isinstance(said, str):
-        return [EmbeddingInput(field, said, kind)]
-    return [EmbeddingInput(f"{field}[{i}]", text, kind) for i, text in enumerate(said)]
+    if isinstance(texts, str):
+        return [EmbeddingInput(field, texts, kind)]
+    return [EmbeddingInput(f"{field}[{i}]", text, kind) for i, text in enumerate(texts)]
 
 
 def _data(answer: EmbeddingResult) -> bytes:
     """The native answer to texts."""
-    return _encode(enveloped(_shown("data", answer)))
+    return _encode(enveloped(_with_usage("data", answer)))
 
 
 def _response(answer: EmbeddingResult) -> bytes:
     """The native answer to contexts: vectors, or scores where there is a query."""
-    return scores_body(answer) if answer.scores else _encode(enveloped(_shown("response", answer)))
+    return scores_body(answer) if answer.scores else _encode(enveloped(_with_usage("response", answer)))
 
 
-def _shown(name: str, answer: EmbeddingResult) -> dict[str, Any]:
-    shown = {"shape": answer.shape, name: answer.rows, "pooling": answer.pooling}
-    return {**shown, "usage": answer.usage.fields()}
+def _with_usage(name: str, answer: EmbeddingResult) -> dict[str, Any]:
+    fields = {"shape": answer.shape, name: answer.rows, "pooling": answer.pooling}
+    return {**fields, "usage": answer.usage.fields()}
 
 
 def scores_body(answer: EmbeddingResult) -> bytes:
@@ -156,26 +155,26 @@ class EmbeddingsDialect:
     """The dialect of `/v1/embeddings`."""
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises Refusal."""
-        asked = decode_body(body, _openai_decoder)
-        texts = EmbeddingInputs(items=_inputs(asked.input), dimensions=asked.dimensions, user=asked.user)
+        """Raises ApiError."""
+        request = decode_body(body, _openai_decoder)
+        texts = EmbeddingInputs(items=_inputs(request.input), dimensions=request.dimensions, user=request.user)
         return EmbeddingRequest(
-            asked.model, texts, _listed, _packed if asked.encoding_format == "base64" else json_floats
+            request.model, texts, _listed, _packed if request.encoding_format == "base64" else json_floats
         )
 
 
-def _inputs(said: str | Sequence[str | int | list[int]]) -> list[EmbeddingInput]:
-    if isinstance(said, str):
-        return [EmbeddingInput("input", said)]
-    ids = [each for each in said if isinstance(each, int)]
-    if len(ids) == len(said):
+def _inputs(items: str | Sequence[str | int | list[int]]) -> list[EmbeddingInput]:
+    if isinstance(items, str):
+        return [EmbeddingInput("input", items)]
+    ids = [each for each in items if isinstance(each, int)]
+    if len(ids) == len(items):
         return [EmbeddingInput("input", ids)]
-    if len(said) > INPUTS_MAX:
-        raise bad_input(f"'input' has {len(said)} texts; send at most {INPUTS_MAX} in a call", "input")
-    found = [EmbeddingInput(f"input[{i}]", each) for i, each in enumerate(said) if not isinstance(each, int)]
-    if len({type(item.content) for item in found}) > 1 or ids:
+    if len(items) > INPUTS_MAX:
+        raise bad_input(f"'input' has {len(items)} texts; send at most {INPUTS_MAX} in a call", "input")
+    inputs = [EmbeddingInput(f"input[{i}]", each) for i, each in enumerate(items) if not isinstance(each, int)]
+    if len({type(item.content) for item in inputs}) > 1 or ids:
         raise bad_input("'input' mixes texts and token ids; send one of them, or a list of the same", "input")
-    return found
+    return inputs
 
 
 def _listed(answer: EmbeddingResult) -> bytes:
@@ -186,9 +185,9 @@ def _listed(answer: EmbeddingResult) -> bytes:
 
 def input_usage(answer: EmbeddingResult) -> dict[str, Any]:
     """The usage of what is only read, as OpenAI has it."""
-    told = answer.usage.fields()
-    del told["completion_tokens"]
-    return told
+    fields = answer.usage.fields()
+    del fields["completion_tokens"]
+    return fields
 
 
 def _packed(row_H: Floats) -> bytes:

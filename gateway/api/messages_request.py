@@ -11,35 +11,37 @@ import msgspec
 from msgspec import Meta
 
 from engine.protocol.types import SamplingParams
-from gateway.api.conversation import ConversationBuilder
-from gateway.api.dialect import GenerationRequest, TokenCountRequest
-from gateway.api.messages_response import MessagesReply
-from gateway.api.sampling_fields import TOP_P_MIN
-from gateway.errors import bad_input, no_threads
-from gateway.http import sse
-from gateway.http.json_body import decode_body
-from gateway.inference.prompt import (
+from gateway.api.body_fields import (
     MESSAGES_MAX,
     STOPS_MAX,
-    TOOLS_MAX,
-    Function,
+    TOP_P_MIN,
     MaxTokens,
     Probability,
-    Prompt,
     ReasoningEffort,
     ShortText,
     StopString,
-    ToolName,
     TopK,
     refuse_field,
     seed_of,
-    strict,
     template_options,
-    tool_definitions,
 )
-from gateway.inference.prompt import Tool as AnyTool
+from gateway.api.conversation import ConversationBuilder
+from gateway.api.dialect import GenerationRequest, TokenCountRequest
+from gateway.api.messages_response import MessagesReply
+from gateway.api.tool_fields import (
+    TOOLS_MAX,
+    ChosenTool,
+    Function,
+    ToolChoiceField,
+    ToolName,
+    with_tools,
+)
+from gateway.api.tool_fields import Tool as AnyTool
+from gateway.errors import bad_input, no_threads
+from gateway.http import sse
+from gateway.http.json_body import decode_body
+from gateway.inference.prompt import Prompt
 from gateway.inference.response_format import UNCONSTRAINED, schema_constraint
-from gateway.inference.tool_choice import ChosenTool, ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 1.0
 FIELD_NAMES: Final = {
@@ -192,66 +194,61 @@ _decoder: Final = msgspec.json.Decoder(MessagesBody)
 _asking_decoder: Final = msgspec.json.Decoder(CountTokensBody)
 
 
-def parse(asked: MessagesBody, drawn_seed: int) -> Prompt:
+def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises Refusal."""
-    _refuse_unserved(asked)
-    if asked.thinking is not None and (asked.thinking.budget_tokens or 0) >= asked.max_tokens:
+    _refuse_unserved(body)
+    if body.thinking is not None and (body.thinking.budget_tokens or 0) >= body.max_tokens:
         raise bad_input(f"'{BUDGET}' is not below 'max_tokens', which bounds thoughts and text together", BUDGET)
-    prompt = messages_prompt(asked)
+    prompt = messages_prompt(body)
     sampling = SamplingParams(
-        temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k or 0,
-        top_p=1.0 if asked.top_p is None else max(asked.top_p, TOP_P_MIN),
+        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+        top_k=body.top_k or 0,
+        top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
         seed=seed_of(None, drawn_seed),
     )
     return replace(
         prompt,
         sampling=sampling,
-        max_tokens=asked.max_tokens,
-        stop=list(asked.stop_sequences or ()),
-        stream=bool(asked.stream),
-        user=None if asked.metadata is None else asked.metadata.user_id,
+        max_tokens=body.max_tokens,
+        stop=list(body.stop_sequences or ()),
+        stream=bool(body.stream),
+        user=None if body.metadata is None else body.metadata.user_id,
     )
 
 
-def messages_prompt(asked: CountTokensBody) -> Prompt:
+def messages_prompt(body: CountTokensBody) -> Prompt:
     """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
-    refuse_field("speed", None if asked.speed == "standard" else asked.speed, "there is one speed; leave it out")
-    if asked.thread is not None:
+    refuse_field("speed", None if body.speed == "standard" else body.speed, "there is one speed; leave it out")
+    if body.thread is not None:
         raise no_threads()
-    output = asked.output_config or OutputConfig()
+    output = body.output_config or OutputConfig()
     constraint = (
         UNCONSTRAINED
         if output.format is None
         else schema_constraint(output.format.schema, "output_config.format.schema")
     )
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
-    told, choice = select_tools(tool_definitions(tools), _choice(asked.tool_choice))
-    return Prompt(
-        messages=messages_turns(asked),
-        tools=told,
-        tool_choice=choice,
-        parallel_calls=asked.tool_choice is None or not asked.tool_choice.disable_parallel_tool_use,
-        strict_calls=strict(tools),
-        template_options=template_options(_thinking(asked.thinking), output.effort),
+    prompt = Prompt(
+        messages=messages_turns(body),
+        template_options=template_options(_thinking(body.thinking), output.effort),
         grammar=constraint.grammar,
         grammar_field=constraint.field,
         json=constraint.json,
-        sampling=SamplingParams(),
-        stop=[],
         field_names=FIELD_NAMES,
     )
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    choice = body.tool_choice
+    return with_tools(prompt, tools, _choice(choice), parallel=choice is None or not choice.disable_parallel_tool_use)
 
 
-def messages_turns(asked: CountTokensBody) -> list[dict[str, Any]]:
+def messages_turns(body: CountTokensBody) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises Refusal."""
-    if asked.messages[-1].role == "assistant":
+    if body.messages[-1].role == "assistant":
         advice = "an assistant's turn is not continued here; end with a user's"
         raise bad_input(f"'messages' end with the role 'assistant'; {advice}", "messages")
     conversation = ConversationBuilder()
-    if asked.system:
-        conversation.say("system", _text(asked.system))
-    for role, messages in groupby(enumerate(asked.messages), key=lambda one: one[1].role):
+    if body.system:
+        conversation.say("system", _text(body.system))
+    for role, messages in groupby(enumerate(body.messages), key=lambda one: one[1].role):
         texts: dict[int, str] = {}  # by message: those in a row are one text
         for i, message in messages:
             for j, block in enumerate(_blocks(message)):
@@ -297,34 +294,34 @@ def _tool(tool: MessagesTool, place: str) -> AnyTool:
     return AnyTool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
 
 
-def _choice(asked: ToolChoice | None) -> ToolChoiceField | None:
-    if asked is None:
+def _choice(choice: ToolChoice | None) -> ToolChoiceField | None:
+    if choice is None:
         return None
-    if (asked.name is None) == (asked.type == "tool"):
+    if (choice.name is None) == (choice.type == "tool"):
         raise bad_input("'tool_choice.name' goes with the type 'tool', and the type with it", "tool_choice.name")
-    match asked.type:
+    match choice.type:
         case "tool":
-            return ChosenTool(name=asked.name)
+            return ChosenTool(name=choice.name)
         case "any":
             return "required"
         case _:
-            return asked.type
+            return choice.type
 
 
-def _thinking(asked: Thinking | None) -> dict[str, Any]:
-    if asked is None:
+def _thinking(thinking: Thinking | None) -> dict[str, Any]:
+    if thinking is None:
         return {}
-    if (asked.budget_tokens is None) == (asked.type == "enabled"):
+    if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
         raise bad_input(f"'{BUDGET}' goes with the type 'enabled', and the type with it", BUDGET)
-    return {} if asked.type == "adaptive" else {"enable_thinking": asked.type == "enabled"}
+    return {} if thinking.type == "adaptive" else {"enable_thinking": thinking.type == "enabled"}
 
 
-def _refuse_unserved(asked: MessagesBody) -> None:
-    tier = None if asked.service_tier in ("auto", "standard_only") else asked.service_tier
+def _refuse_unserved(body: MessagesBody) -> None:
+    tier = None if body.service_tier in ("auto", "standard_only") else body.service_tier
     refuse_field("service_tier", tier, "send 'auto' or 'standard_only'")
-    refuse_field("inference_geo", asked.inference_geo, "where it runs is a setting of the account; leave it out")
-    refuse_field("container", asked.container, "there are no containers; leave it out")
-    refuse_field("diagnostics", asked.diagnostics, "leave it out")
+    refuse_field("inference_geo", body.inference_geo, "where it runs is a setting of the account; leave it out")
+    refuse_field("container", body.container, "there are no containers; leave it out")
+    refuse_field("diagnostics", body.diagnostics, "leave it out")
 
 
 class MessagesDialect:
@@ -335,11 +332,11 @@ class MessagesDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode_body(body, _decoder)
-        prompt = parse(asked, drawn_seed)
-        omitted = asked.thinking is not None and asked.thinking.display == "omitted"
+        request = decode_body(body, _decoder)
+        prompt = parse(request, drawn_seed)
+        omitted = request.thinking is not None and request.thinking.display == "omitted"
         return GenerationRequest(
-            asked.model,
+            request.model,
             prompt,
             lambda model, id, _: MessagesReply(model, id, self._paddings, shows_thoughts=not omitted),
         )
@@ -349,7 +346,7 @@ class CountTokensDialect:
     """The dialect of `/v1/messages/count_tokens`."""
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
-        asked = decode_body(body, _asking_decoder)
+        request = decode_body(body, _asking_decoder)
         return TokenCountRequest(
-            asked.model, messages_prompt(asked), lambda tokens: msgspec.json.encode({"input_tokens": tokens})
+            request.model, messages_prompt(request), lambda tokens: msgspec.json.encode({"input_tokens": tokens})
         )

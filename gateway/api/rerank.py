@@ -1,5 +1,5 @@
-"""Bodies that ask how well texts answer a query: natively as bge's rerankers have it, and `/v1/rerank` as Jina, Cohere
-and those that follow them do. It knows no accounts and no replicas.
+"""Bodies that ask how well texts answer a query: natively as bge's rerankers have it, and `/v1/rerank` as Jina and
+Cohere have it. It knows no accounts and no replicas.
 """
 
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from gateway.api.body_fields import ShortText, check_same_model, refuse_field
 from gateway.api.embeddings import Context, Contexts, EmbeddingText, input_usage, scores_body
-from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
 from gateway.inference.embedding_types import (
     EmbeddingInput,
@@ -18,7 +18,6 @@ from gateway.inference.embedding_types import (
     EmbeddingResult,
     InputKind,
 )
-from gateway.inference.prompt import ShortText, refuse_field
 from gateway.inference.run_options import RunOptionsBody
 
 DOCUMENTS_MAX: Final = 1000
@@ -27,7 +26,7 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class RunRerankBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The native body. `top_k` are how many are answered, the best ones."""
+    """The native body. `top_k` limits the answer to the best contexts."""
 
     query: EmbeddingText
     contexts: Contexts
@@ -39,7 +38,7 @@ class RunRerankBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RerankBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `/v1/rerank`. Those below `truncate_inputs` are refused where they ask for something."""
+    """The body of `/v1/rerank`. Fields below `truncate_inputs` are refused where they ask for something."""
 
     model: ShortText
     query: EmbeddingText
@@ -61,19 +60,18 @@ class RunRerankDialect:
     """The dialect of `/ai/run` for models that score."""
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises Refusal."""
-        asked = decode_body(body, _decoder)
+        """Raises ApiError."""
         assert model is not None, "the path names the model"
-        if asked.model is not None and asked.model != model:
-            raise bad_input("'model' differs from the model in the path; leave it out", "model")
-        documents = [(f"contexts[{i}].text", context.text) for i, context in enumerate(asked.contexts)]
+        request = decode_body(body, _decoder)
+        check_same_model(request.model, model)
+        documents = [(f"contexts[{i}].text", context.text) for i, context in enumerate(request.contexts)]
         texts = EmbeddingInputs(
-            items=_items(asked.query, documents),
+            items=_items(request.query, documents),
             scored=True,
-            best=len(documents) if asked.top_k is None else asked.top_k,
-            truncate=bool(asked.truncate_inputs),
-            user=asked.user,
-            options=asked.options,
+            best=len(documents) if request.top_k is None else request.top_k,
+            truncate=bool(request.truncate_inputs),
+            user=request.user,
+            options=request.options,
         )
         return EmbeddingRequest(model, texts, scores_body)
 
@@ -82,21 +80,21 @@ class RerankDialect:
     """The dialect of `/v1/rerank`. Models that give vectors serve it too: their scores are cosines."""
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises Refusal."""
-        asked = decode_body(body, _documents_decoder)
+        """Raises ApiError."""
+        request = decode_body(body, _documents_decoder)
         for field in ("max_chunks_per_doc", "max_tokens_per_doc"):
-            refuse_field(field, getattr(asked, field), "set 'truncate_inputs' to have long documents cut")
-        refuse_field("rank_fields", asked.rank_fields, "send the documents as texts")
-        said = [each if isinstance(each, str) else each.text for each in asked.documents]
+            refuse_field(field, getattr(request, field), "set 'truncate_inputs' to have long documents cut")
+        refuse_field("rank_fields", request.rank_fields, "send the documents as texts")
+        documents = [each if isinstance(each, str) else each.text for each in request.documents]
         texts = EmbeddingInputs(
-            items=_items(asked.query, [(f"documents[{i}]", text) for i, text in enumerate(said)]),
+            items=_items(request.query, [(f"documents[{i}]", text) for i, text in enumerate(documents)]),
             scored=True,
-            best=len(said) if asked.top_n is None else asked.top_n,
-            truncate=bool(asked.truncate_inputs),
-            user=asked.user,
+            best=len(documents) if request.top_n is None else request.top_n,
+            truncate=bool(request.truncate_inputs),
+            user=request.user,
         )
-        shown = said if asked.return_documents else None
-        return EmbeddingRequest(asked.model, texts, lambda answer: _results(answer, shown))
+        shown = documents if request.return_documents else None
+        return EmbeddingRequest(request.model, texts, lambda answer: _results(answer, shown))
 
 
 def _items(query: str, documents: Sequence[tuple[str, str]]) -> list[EmbeddingInput]:

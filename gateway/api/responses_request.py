@@ -10,34 +10,39 @@ import msgspec
 from msgspec import Meta
 
 from engine.protocol.types import SamplingParams
-from gateway.api.conversation import ConversationBuilder
-from gateway.api.dialect import GenerationRequest, TokenCountRequest
-from gateway.api.responses_response import ResponsesReply
-from gateway.api.sampling_fields import TOP_P_MIN
-from gateway.errors import bad_input
-from gateway.http import sse
-from gateway.http.json_body import decode_body
-from gateway.inference.prompt import (
+from gateway.api.body_fields import (
     LOGPROBS_MAX,
     MESSAGES_MAX,
-    TOOLS_MAX,
-    Function,
+    TOP_P_MIN,
     MaxTokens,
     Metadata,
     Probability,
-    Prompt,
     ReasoningEffort,
     ShortText,
-    ToolName,
     refuse_field,
+    refuse_unless,
     seed_of,
-    strict,
     template_options,
-    tool_definitions,
 )
-from gateway.inference.prompt import Tool as AnyTool
+from gateway.api.conversation import ConversationBuilder
+from gateway.api.dialect import GenerationRequest, TokenCountRequest
+from gateway.api.responses_response import ResponsesReply
+from gateway.api.tool_fields import (
+    TOOLS_MAX,
+    Allowed,
+    AllowedTool,
+    ChosenTool,
+    Function,
+    ToolChoiceField,
+    ToolName,
+    with_tools,
+)
+from gateway.api.tool_fields import Tool as AnyTool
+from gateway.errors import bad_input
+from gateway.http import sse
+from gateway.http.json_body import decode_body
+from gateway.inference.prompt import Prompt
 from gateway.inference.response_format import UNCONSTRAINED, ResponseConstraint, schema_constraint
-from gateway.inference.tool_choice import Allowed, AllowedTool, ChosenTool, ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 1.0
 RESPONSES_FIELD_NAMES: Final = {
@@ -200,7 +205,7 @@ Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class ResponsesFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a model reads: the fields of a count. Those below `reasoning` are refused where they ask for something."""
+    """What a model reads: the fields of a count. Fields below `reasoning` are refused where they ask for something."""
 
     model: ShortText
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -258,88 +263,77 @@ _decoder: Final = msgspec.json.Decoder(ResponsesBody)
 _count_decoder: Final = msgspec.json.Decoder(InputTokensBody)
 
 
-def parse(asked: ResponsesBody, drawn_seed: int) -> Prompt:
+def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises Refusal."""
-    _refuse_unserved(asked)
-    scored = "message.output_text.logprobs" in (asked.include or ())
-    if asked.top_logprobs and not scored:
+    _refuse_unserved(body)
+    scored = "message.output_text.logprobs" in (body.include or ())
+    if body.top_logprobs and not scored:
         raise bad_input("'top_logprobs' goes with 'include': ['message.output_text.logprobs']", "top_logprobs")
-    if asked.stream_options is not None and not asked.stream:
+    if body.stream_options is not None and not body.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
     sampling = SamplingParams(
-        temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else max(asked.top_p, TOP_P_MIN),
+        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
         seed=seed_of(None, drawn_seed),
-        logprobs=(asked.top_logprobs or 0) if scored else None,
+        logprobs=(body.top_logprobs or 0) if scored else None,
     )
     return replace(
-        responses_prompt(asked),
+        responses_prompt(body),
         sampling=sampling,
-        max_tokens=asked.max_output_tokens,
-        stream=bool(asked.stream),
-        padded=asked.stream_options is None or asked.stream_options.include_obfuscation is not False,
-        user=asked.user,
+        max_tokens=body.max_output_tokens,
+        stream=bool(body.stream),
+        padded=body.stream_options is None or body.stream_options.include_obfuscation is not False,
+        user=body.user,
     )
 
 
-def responses_prompt(asked: ResponsesFields) -> Prompt:
+def responses_prompt(body: ResponsesFields) -> Prompt:
     """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
-    _unless("truncation", asked.truncation, (None, "disabled"), "shorten 'input' yourself")
-    _unless("previous_response_id", asked.previous_response_id, (None,), STORED)
-    _unless("conversation", asked.conversation, (None,), STORED)
-    text, reasoning = asked.text or TextConfig(), asked.reasoning or Reasoning()
-    _unless("text.verbosity", text.verbosity, (None, "medium"), "ask for it in 'instructions'")
-    _unless("reasoning.summary", reasoning.summary, (None, "auto"), WHOLE)
-    _unless("reasoning.generate_summary", reasoning.generate_summary, (None, "auto"), WHOLE)
-    _unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
-    _unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
-    told, choice = select_tools(tool_definitions(tools), _choice(asked.tool_choice))
+    refuse_unless("truncation", body.truncation, (None, "disabled"), "shorten 'input' yourself")
+    refuse_unless("previous_response_id", body.previous_response_id, (None,), STORED)
+    refuse_unless("conversation", body.conversation, (None,), STORED)
+    text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
+    refuse_unless("text.verbosity", text.verbosity, (None, "medium"), "ask for it in 'instructions'")
+    refuse_unless("reasoning.summary", reasoning.summary, (None, "auto"), WHOLE)
+    refuse_unless("reasoning.generate_summary", reasoning.generate_summary, (None, "auto"), WHOLE)
+    refuse_unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
+    refuse_unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
     constraint = _constraint(text.format)
-    return Prompt(
-        messages=responses_turns(asked),
-        tools=told,
-        tool_choice=choice,
-        parallel_calls=asked.parallel_tool_calls is not False,
-        strict_calls=strict(tools),
+    prompt = Prompt(
+        messages=responses_turns(body),
         template_options=template_options(None, reasoning.effort),
         grammar=constraint.grammar,
         grammar_field=constraint.field,
         json=constraint.json,
-        sampling=SamplingParams(),
-        stop=[],
         field_names=RESPONSES_FIELD_NAMES,
     )
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    return with_tools(prompt, tools, _choice(body.tool_choice), parallel=body.parallel_tool_calls is not False)
 
 
-def _refuse_unserved(asked: ResponsesBody) -> None:
-    _unless("store", asked.store, (None, False), "nothing is stored; send false, or leave it out")
-    _unless("service_tier", asked.service_tier, (None, "auto", "default"), "leave it out")
-    _unless("prompt_cache_retention", asked.prompt_cache_retention, (None, "in_memory"), "leave it out")
-    _unless("prompt_cache_options", asked.prompt_cache_options, (None, {"mode": "implicit"}), "leave it out")
-    _unless("background", asked.background, (None, False), "wait for the answer, or stream it")
-    _unless("background_options", asked.background_options, (None,), "wait for the answer, or stream it")
-    _unless("prompt", asked.prompt, (None,), "send its text in 'instructions' or 'input'")
-    _unless("max_tool_calls", asked.max_tool_calls, (None,), "there are no built-in tools; leave it out")
-    _unless("context_management", asked.context_management, (None, []), "shorten 'input' yourself")
+def _refuse_unserved(body: ResponsesBody) -> None:
+    refuse_unless("store", body.store, (None, False), "nothing is stored; send false, or leave it out")
+    refuse_unless("service_tier", body.service_tier, (None, "auto", "default"), "leave it out")
+    refuse_unless("prompt_cache_retention", body.prompt_cache_retention, (None, "in_memory"), "leave it out")
+    refuse_unless("prompt_cache_options", body.prompt_cache_options, (None, {"mode": "implicit"}), "leave it out")
+    refuse_unless("background", body.background, (None, False), "wait for the answer, or stream it")
+    refuse_unless("background_options", body.background_options, (None,), "wait for the answer, or stream it")
+    refuse_unless("prompt", body.prompt, (None,), "send its text in 'instructions' or 'input'")
+    refuse_unless("max_tool_calls", body.max_tool_calls, (None,), "there are no built-in tools; leave it out")
+    refuse_unless("context_management", body.context_management, (None, []), "shorten 'input' yourself")
     for field in ("moderation", "access_programs", "image"):
-        _unless(field, getattr(asked, field), (None,), "leave it out")
+        refuse_unless(field, getattr(body, field), (None,), "leave it out")
 
 
-def _unless(field: str, value: object, served: tuple[object, ...], advice: str) -> None:
-    """Refuses a value that is none of those that are served."""
-    refuse_field(field, None if value in served else True, advice)
-
-
-def responses_turns(asked: ResponsesFields) -> list[dict[str, Any]]:
+def responses_turns(body: ResponsesFields) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises Refusal."""
     conversation = ConversationBuilder()
-    if asked.instructions:
-        conversation.say("system", asked.instructions)
-    if isinstance(asked.input, str):
-        conversation.say("user", asked.input)
+    if body.instructions:
+        conversation.say("system", body.instructions)
+    if isinstance(body.input, str):
+        conversation.say("user", body.input)
         return conversation.turns
-    for i, item in enumerate(asked.input):
+    for i, item in enumerate(body.input):
         _add(conversation, item, f"input[{i}]")
     if not conversation.turns:
         raise bad_input("'input' has no message; send one", "input")
@@ -383,15 +377,15 @@ def _tool(tool: ResponsesTool, place: str) -> AnyTool:
     return AnyTool("function", Function(tool.name, tool.description, tool.parameters, tool.strict))
 
 
-def _choice(asked: ResponsesToolChoice | None) -> ToolChoiceField | None:
-    match asked:
+def _choice(choice: ResponsesToolChoice | None) -> ToolChoiceField | None:
+    match choice:
         case NamedFunction(name):
             return ChosenTool(name=name)
         case AllowedTools(mode, allowed):
             tools = [AllowedTool(name=tool.name) for tool in allowed]
             return ChosenTool("allowed_tools", allowed_tools=Allowed(mode, tools))
         case _:
-            return asked
+            return choice
 
 
 def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> ResponseConstraint:
@@ -412,11 +406,11 @@ class ResponsesDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is None, "the body names the model"
-        asked = decode_body(body, _decoder)
-        prompt = parse(asked, drawn_seed)
-        said = echo_fields(asked)
+        request = decode_body(body, _decoder)
+        prompt = parse(request, drawn_seed)
+        said = echo_fields(request)
         return GenerationRequest(
-            asked.model, prompt, lambda *known: ResponsesReply(said, prompt, self._paddings, *known)
+            request.model, prompt, lambda *known: ResponsesReply(said, prompt, self._paddings, *known)
         )
 
 
@@ -424,34 +418,34 @@ class InputTokensDialect:
     """The dialect of `/v1/responses/input_tokens`."""
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
-        asked = decode_body(body, _count_decoder)
-        _unless("personality", asked.personality, (None,), "say it in 'instructions'")
-        return TokenCountRequest(asked.model, responses_prompt(asked), _counted)
+        request = decode_body(body, _count_decoder)
+        refuse_unless("personality", request.personality, (None,), "say it in 'instructions'")
+        return TokenCountRequest(request.model, responses_prompt(request), _counted)
 
 
 def _counted(tokens: int) -> bytes:
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def echo_fields(asked: ResponsesBody) -> dict[str, Any]:
+def echo_fields(body: ResponsesBody) -> dict[str, Any]:
     """What the answer says again of the request, and the defaults of what it left out."""
-    text, reasoning = asked.text or TextConfig(), asked.reasoning or Reasoning()
+    text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
     return {
-        "instructions": asked.instructions,
-        "tools": msgspec.to_builtins(asked.tools or []),
-        "tool_choice": msgspec.to_builtins(asked.tool_choice or "auto"),
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "max_output_tokens": asked.max_output_tokens,
+        "instructions": body.instructions,
+        "tools": msgspec.to_builtins(body.tools or []),
+        "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "temperature": TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "top_logprobs": asked.top_logprobs or 0,
+        "temperature": TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
         "text": {"format": msgspec.to_builtins(text.format or PlainText()), "verbosity": "medium"},
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "metadata": asked.metadata or {},
-        "user": asked.user,
-        "safety_identifier": asked.safety_identifier,
-        "prompt_cache_key": asked.prompt_cache_key,
+        "metadata": body.metadata or {},
+        "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
         "previous_response_id": None,
         "background": False,
         "store": False,

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from gateway.api import chat, completions
+from gateway.api.body_fields import ShortText, check_same_model
 from gateway.api.dialect import GenerationRequest
-from gateway.api.run_fields import run_prompt
+from gateway.api.message_fields import Messages, run_prompt
 from gateway.errors import bad_input
 from gateway.http import sse
 from gateway.http.json_body import decode_body
-from gateway.inference.prompt import Messages, ShortText, check_same_model
 from gateway.inference.reply import Reply
 from gateway.inference.run_options import RunOptionsBody
 
@@ -40,17 +40,17 @@ class RunChatDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is not None, "the path names the model"
-        asked = decode_body(body, _decoder)
-        check_same_model(asked.model, model)
-        found = run_prompt(asked.prompt, asked.messages, asked.raw)
-        if asked.tools and asked.prompt is not None:
+        request = decode_body(body, _decoder)
+        check_same_model(request.model, model)
+        found = run_prompt(request.prompt, request.messages, request.raw)
+        if request.tools and request.prompt is not None:
             raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-        prompt = chat.prompt_of(asked, found, drawn_seed, asked.options)
+        prompt = chat.prompt_of(request, found, drawn_seed, request.options)
 
         def answer(model: str, id: str, taken: int) -> Reply:
             if prompt.messages is not None:
                 return chat.ChatReply(prompt, chat.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True))
             chunks = completions.chunks_of(prompt, model, id, taken, self._paddings, enveloped=True)
-            return completions.CompletionsReply(prompt, chunks, shown=prompt.n, scored=bool(asked.logprobs))
+            return completions.CompletionsReply(prompt, chunks, shown=prompt.n, scored=bool(request.logprobs))
 
         return GenerationRequest(model, prompt, answer)

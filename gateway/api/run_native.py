@@ -10,33 +10,30 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.dialect import GenerationRequest
-from gateway.api.run_fields import refuse_lora, run_prompt
-from gateway.api.sampling_fields import SamplingFields, constraint_of, sampling_params
-from gateway.errors import ApiError, bad_input
-from gateway.http import sse
-from gateway.http.error_format import envelope
-from gateway.http.json_body import decode_body
-from gateway.inference.prompt import (
+from gateway.api.body_fields import (
     MaxTokens,
-    Messages,
-    Prompt,
     ReasoningEffort,
+    SamplingFields,
     ShortText,
     TemplateOptions,
-    Tools,
     check_same_model,
     max_tokens_of,
     only,
     refuse_field,
-    stops,
-    strict,
+    refuse_unless,
+    sampled_prompt,
     template_options,
-    tool_definitions,
 )
+from gateway.api.dialect import GenerationRequest
+from gateway.api.message_fields import Messages, refuse_lora, run_prompt
+from gateway.api.tool_fields import ToolChoiceField, Tools, with_tools
+from gateway.errors import ApiError, bad_input
+from gateway.http import sse
+from gateway.http.error_format import envelope
+from gateway.http.json_body import decode_body
+from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage, enveloped
 from gateway.inference.run_options import RunOptionsBody
-from gateway.inference.tool_choice import ToolChoiceField, select_tools
 
 TEMPERATURE_DEFAULT: Final = 0.6
 MAX_TOKENS_DEFAULT: Final = 256
@@ -44,7 +41,7 @@ _encode = msgspec.json.encode
 
 
 class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every field of the native schema. Those below `options` are refused by name where they ask for something."""
+    """Every field of the native schema. Fields below `options` are refused by name where they ask for something."""
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: Messages | None = None
@@ -63,7 +60,7 @@ class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fi
     n: Annotated[int, only(1)] | None = None
     functions: Any = None
     lora: Any = None
-    requests: Annotated[Any, Meta(description="Of a batch, which has nothing beside them and ?queueRequest=true.")] = (
+    requests: Annotated[Any, Meta(description="The requests of a batch, sent alone and with ?queueRequest=true.")] = (
         None
     )
     logprobs: Any = None
@@ -73,52 +70,39 @@ class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fi
 _decoder: Final = msgspec.json.Decoder(RunNativeBody)
 
 
-def prompt_of(asked: RunNativeBody, drawn_seed: int) -> Prompt:
-    """What a body of `/ai/run` asks for. Raises Refusal."""
-    _refuse_unserved(asked)
-    found = run_prompt(asked.prompt, asked.messages, asked.raw)
-    if asked.tools and asked.messages is None:
+def prompt_of(body: RunNativeBody, drawn_seed: int) -> Prompt:
+    """What a body of `/ai/run` asks for. Raises ApiError."""
+    _refuse_unserved(body)
+    given = run_prompt(body.prompt, body.messages, body.raw)
+    if body.tools and body.messages is None:
         raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-    tools, choice = select_tools(tool_definitions(asked.tools), asked.tool_choice)
-    held = constraint_of(asked)
-    return Prompt(
-        text=found.text,
-        messages=found.messages,
-        raw=found.raw,
-        tools=tools,
-        tool_choice=choice,
-        parallel_calls=asked.parallel_tool_calls is not False,
-        strict_calls=strict(asked.tools),
-        template_options=template_options(asked.chat_template_kwargs, asked.reasoning_effort),
-        grammar=held.grammar,
-        grammar_field=held.field,
-        json=held.json,
-        sampling=sampling_params(
-            asked,
-            temperature=TEMPERATURE_DEFAULT if asked.temperature is None else asked.temperature,
-            top_p=asked.top_p,
-            seed=asked.seed,
-            drawn_seed=drawn_seed,
-        ),
-        max_tokens=max_tokens_of(asked.max_tokens, asked.max_completion_tokens) or MAX_TOKENS_DEFAULT,
-        stop=stops(asked.stop),
-        stream=bool(asked.stream),
+    prompt = Prompt(
+        text=given.text,
+        messages=given.messages,
+        raw=given.raw,
+        template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
+        max_tokens=max_tokens_of(body.max_tokens, body.max_completion_tokens) or MAX_TOKENS_DEFAULT,
         include_usage=True,
-        options=asked.options,
-        user=asked.user,
+        options=body.options,
+    )
+    return sampled_prompt(
+        with_tools(prompt, body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
+        body,
+        drawn_seed,
+        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
     )
 
 
-def _refuse_unserved(asked: RunNativeBody) -> None:
-    choices = "use /ai/v1/chat/completions"
-    refuse_field(
-        "n", None if asked.n in (None, 1) else asked.n, f"the native answer has one choice; send 1, or {choices}"
-    )
-    refuse_field("logprobs", asked.logprobs or None, f"the native answer has no place for them; {choices}")
-    refuse_field("top_logprobs", asked.top_logprobs or None, f"the native answer has no place for them; {choices}")
-    refuse_field("functions", asked.functions, "no code is run here; describe the functions in 'tools'")
-    refuse_field("requests", asked.requests, "send one request a call, or many with the option queueRequest=true")
-    refuse_lora(asked.lora)
+def _refuse_unserved(body: RunNativeBody) -> None:
+    elsewhere = "use /ai/v1/chat/completions"
+    refuse_unless("n", body.n, (None, 1), f"the native answer has one choice; send 1, or {elsewhere}")
+    refuse_field("logprobs", body.logprobs or None, f"the native answer has no place for them; {elsewhere}")
+    refuse_field("top_logprobs", body.top_logprobs or None, f"the native answer has no place for them; {elsewhere}")
+    refuse_field("functions", body.functions, "no code is run here; describe the functions in 'tools'")
+    refuse_field("requests", body.requests, "send one request a call, or many with the option queueRequest=true")
+    refuse_lora(body.lora)
 
 
 class NativeReply:
@@ -202,7 +186,7 @@ class RunNativeDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
         assert model is not None, "the path names the model"
-        asked = decode_body(body, _decoder)
-        check_same_model(asked.model, model)
-        prompt = prompt_of(asked, drawn_seed)
+        request = decode_body(body, _decoder)
+        check_same_model(request.model, model)
+        prompt = prompt_of(request, drawn_seed)
         return GenerationRequest(model, prompt, lambda *_: NativeReply(self._paddings, document=prompt.json))

@@ -53,7 +53,7 @@ class ReplicaConnection(FrameProtocol):
         """The same for sequences in the background."""
         return self._since_load[True] + (self.load.background if self.load else 0)
 
-    def submit(self, order: frames.Submit, deadline_ms: int, wake_requested_s: float | None) -> ReplicaStream:
+    def open_stream(self, order: frames.Submit, deadline_ms: int, wake_requested_s: float | None) -> ReplicaStream:
         if self._transport is None:
             raise ReplicaLost(f"the replica at {self.address} was lost: {self.close_reason}")
         if self.congested:
@@ -165,7 +165,7 @@ class ReplicaClient:
     def submit(self, order: frames.Submit, deadline_ms: int = 0) -> ReplicaStream:
         """Writes the order under an id of this connection. Raises ReplicaLost where the connection has ended,
         ReplicaRejected where it is congested."""
-        return self._replica.submit(order, deadline_ms, self._wake_requested_s)
+        return self._replica.open_stream(order, deadline_ms, self._wake_requested_s)
 
 
 def pack_token_ids(tokens: Iterable[int]) -> bytes:

@@ -241,7 +241,7 @@ class ReplicaFleet:
     def set_batch_demand(self, model: str, requests: int, weight: float) -> None:
         """Sets how many requests of batches wait for a model that sleeps: machines hear of them while no live request
         waits for it."""
-        self._wake_queue.set_batch_demand(model, requests, weight)
+        self._wake_queue.set_batches(model, requests, weight)
 
     # Choosing
 

@@ -59,7 +59,7 @@ class WakeQueue:
 
     def release(self, model: str) -> None:
         """Lets all waiting requests go on, the heavier first, equals in order of arrival. Batches count no longer."""
-        self.set_batch_demand(model, 0, 0.0)
+        self.set_batches(model, 0, 0.0)
         released = sorted(self._waiting.pop(model, ()), key=lambda waiter: -waiter.weight)
         for waiter in released:
             if not waiter.ready.done():
@@ -67,7 +67,7 @@ class WakeQueue:
         if released:
             self._changed(model)
 
-    def set_batch_demand(self, model: str, requests: int, weight: float) -> None:
+    def set_batches(self, model: str, requests: int, weight: float) -> None:
         """Sets how many requests of batches wait for the model; 0: none any more."""
         before = self._batch_demand.pop(model, None)
         if requests:

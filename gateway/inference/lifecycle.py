@@ -90,7 +90,7 @@ class InferenceCall:
     @property
     def limit_s(self) -> float:
         """How long the call may take, from its first byte on."""
-        return self.options.limit_s(self.context.limits.request_s)
+        return self.options.bound_s(self.context.limits.request_s)
 
     def left_s(self) -> float:
         return self.limit_s - (self.context.clock() - self.exchange.began)

@@ -81,7 +81,8 @@ class Completion:
 
 
 class Reply(Protocol):
-    """Renders one request's answer. Stream methods return whole SSE events, several or none at a time."""
+    """Renders one request's answer. Stream methods return whole SSE events, several at a time, or b"" for what the
+    dialect does not show."""
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         """Before anything else of a stream, once its model has begun with the prompt."""

@@ -58,9 +58,9 @@ class RunOptions:
     session: bytes = b""
     background: bool = False
 
-    def limit_s(self, most_s: float) -> float:
-        """How long the call may take, where none may take more than `most_s`."""
-        return most_s if self.timeout_ms is None else min(most_s, self.timeout_ms / 1000)
+    def bound_s(self, max_s: float) -> float:
+        """How long the call may take, where no call may take more than `max_s`."""
+        return max_s if self.timeout_ms is None else min(max_s, self.timeout_ms / 1000)
 
     def joined(self, within: RunOptionsBody | None) -> "RunOptions":
         """With what the body says of it. Raises Refusal where tags are then too many."""

@@ -9,7 +9,7 @@ import sys
 import atheris
 
 with atheris.instrument_imports(
-    include=["gateway.dialects", "gateway.http.json_body", "gateway.inference.prompt", "gateway.inference.run_options"]
+    include=["gateway.api", "gateway.http.json_body", "gateway.inference.run_options"]
 ):
     from tests.fuzz.bodies import made, read
 

@@ -112,7 +112,7 @@ def test_a_count_takes_what_a_model_reads_and_nothing_else() -> None:
     body = {"model": MODEL, "messages": [HELLO], **{field: known[field] for field in fields}}
     counted = CountTokensDialect().read(json.dumps(body).encode(), b"", None, 77)
     assert counted.prompt.messages == parsed(messages=known["messages"], system="be brief").messages
-    assert counted.answer(5) == b'{"input_tokens":5}'
+    assert counted.render(5) == b'{"input_tokens":5}'
     for field in known.keys() - fields:
         with pytest.raises(ApiError) as raised:
             CountTokensDialect().read(json.dumps({**body, field: known[field]}).encode(), b"", None, 77)

@@ -77,8 +77,8 @@ async def test_what_waits_is_told_again_until_nobody_waits(monkeypatch: pytest.M
 async def test_batches_count_while_nobody_waits() -> None:
     told = list[ModelDemand]()
     room = WakeQueue(told.append)
-    room.set_batch_demand("m", 1, 0.25)
-    room.set_batch_demand("m", 1, 0.25)
+    room.set_batches("m", 1, 0.25)
+    room.set_batches("m", 1, 0.25)
     assert told == [ModelDemand("m", 1, 0.25, QUEUED_PATIENCE_MS)]
     task = asyncio.create_task(waiting(room, [], "live", 2.0))
     await until(lambda: told[-1].weight == 2.0)

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.api.tool_fields import ToolChoiceField, select_tools
 from gateway.errors import ApiError
 from gateway.inference.prompt import AUTO
-from gateway.inference.tool_choice import ToolChoiceField, select_tools
 from gateway.tool_parsers.types import ToolSelection
 
 RAIN, SUN = [{"type": "function", "function": {"name": name}} for name in ("rain", "sun")]

@@ -1,0 +1,140 @@
+"""Messages as bodies of OpenAI's kind and native bodies have them, and the turns that a chat template reads.
+
+It does not know sampling or answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway import errors
+from gateway.api.body_fields import MESSAGES_MAX, ShortText
+from gateway.api.tool_fields import SCHEMA_DEPTH_MAX
+from gateway.errors import bad_input
+from gateway.http.json_body import check_depth
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One piece of a message's content; only text is served."""
+
+    type: Literal["text", "image_url", "input_audio", "file", "refusal"]
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: Any = None
+
+
+class Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`function` of a tool call: arguments as a JSON string (OpenAI) or as an object (native)."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128)]
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool call in an assistant's turn, flat (native) or as `function` (OpenAI)."""
+
+    id: ShortText | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+    function: Call | None = None
+    name: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    arguments: str | dict[str, Any] | None = None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn. What follows `reasoning_content` are fields that SDKs send back in an assistant's turn, empty here."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: Annotated[str, Meta(max_length=128)] | None = None
+    tool_call_id: ShortText | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrompt:
+    """The model's input: a text, which `raw` keeps from the chat template, or messages."""
+
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    raw: bool = False
+
+
+def run_prompt(prompt: str | None, messages: list[Message] | None, raw: bool | None) -> RunPrompt:
+    """The one of both that is given. Raises ApiError for none, and for both."""
+    if (prompt is None) == (messages is None):
+        matches = 0 if prompt is None else 2
+        raise bad_input(f"oneOf at '/' not met, {matches} matches: send either 'prompt' or 'messages'", "prompt")
+    if raw and messages is not None:
+        raise bad_input("'raw' skips the chat template and goes with 'prompt' only; leave it out", "raw")
+    return RunPrompt(prompt, None if messages is None else chat_messages(messages), bool(raw))
+
+
+def refuse_lora(lora: object) -> None:
+    """Raises ApiError where an adapter is named."""
+    if lora is not None:
+        raise errors.no_adapters()
+
+
+def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The turns as a chat template reads them. Raises ApiError for content that is not text."""
+    return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _turn(message: Message, place: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    turn: dict[str, Any] = {"role": role, "content": _text(message.content, f"{place}.content")}
+    if message.tool_calls:
+        if role != "assistant":
+            raise bad_input(f"'{place}.tool_calls' belongs to an assistant's turn; leave it out", f"{place}.tool_calls")
+        turn["tool_calls"] = [tool_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+    elif message.content is None:
+        raise bad_input(f"'{place}.content' is missing; give the turn a text", f"{place}.content")
+    if message.reasoning_content is not None:
+        turn["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        turn["name"] = message.name
+    return turn
+
+
+def _text(content: str | list[Part] | None, place: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise bad_input(f"'{place}[{i}]': only parts of type 'text' are supported; send text", f"{place}[{i}]")
+    return "".join(part.text for part in content if part.text is not None)
+
+
+def tool_call(call: ToolCall, place: str) -> dict[str, Any]:
+    """A call as chat templates read it, its arguments an object. Raises ApiError."""
+    name, arguments = (
+        (call.name, call.arguments) if call.function is None else (call.function.name, call.function.arguments)
+    )
+    if name is None or (call.function is not None and call.name is not None):
+        raise bad_input(f"'{place}' needs either 'function' or 'name' and 'arguments'", place)
+    if isinstance(arguments, str) and arguments:
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (ValueError, RecursionError):
+            raise bad_input(f"'{place}': the arguments are no JSON; send them as they came", place) from None
+    check_depth(arguments, place, SCHEMA_DEPTH_MAX)
+    whole = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    return whole if call.id is None else {"id": call.id, **whole}
