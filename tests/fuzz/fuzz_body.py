@@ -8,9 +8,7 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(
-    include=["gateway.api", "gateway.http.json_body", "gateway.inference.run_options"]
-):
+with atheris.instrument_imports(include=["gateway.api", "gateway.http.json_body", "gateway.inference.run_options"]):
     from tests.fuzz.bodies import made, read
 
 
