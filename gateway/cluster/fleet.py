@@ -10,11 +10,12 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from engine.process.supervised import Backoff
 from engine.protocol import frames
 from engine.protocol.address import parse_address
 from engine.protocol.types import Residency
@@ -350,7 +351,7 @@ class ReplicaFleet:
             self._machines[address] = machine
             self._on_report(address, machine, report, group)
 
-        backoff = self._backoff()
+        backoff = Backoff(*BACKOFF_S)
         while True:
             try:
                 machine = await connect(address, lambda: MachineConnection(on_report))
@@ -361,8 +362,8 @@ class ReplicaFleet:
                 await machine.wait_closed()
                 self._machines.pop(address, None)
                 self._problems[address] = f"the machine at {address} was lost: {machine.close_reason}"
-                backoff = self._backoff()
-            await asyncio.sleep(next(backoff))
+                backoff.reset()
+            await asyncio.sleep(self._jittered(backoff.fail()))
 
     def _on_report(
         self, address: str, machine: MachineConnection, report: frames.MachineState, group: asyncio.TaskGroup
@@ -399,7 +400,7 @@ class ReplicaFleet:
 
     async def _keep_replica(self, entry: _ReplicaEntry) -> None:
         address, model = entry.state.address, entry.state.model
-        backoff = self._backoff()
+        backoff = Backoff(*BACKOFF_S)
 
         def make() -> ReplicaConnection:
             return ReplicaConnection(address, self._on_change, self.counters, partial(self._on_waited, model))
@@ -414,8 +415,8 @@ class ReplicaFleet:
                 else:
                     entry.problem = ""
                     if await self._use_until_closed(entry, entry.connection):
-                        backoff = self._backoff()
-            wait_s = BACKOFF_S[0] if entry.starting else next(backoff) if entry.reachable else None
+                        backoff.reset()
+            wait_s = BACKOFF_S[0] if entry.starting else self._jittered(backoff.fail()) if entry.reachable else None
             with contextlib.suppress(TimeoutError):  # a machine's new report ends the wait at once
                 async with asyncio.timeout(wait_s):
                     await entry.changed.wait()
@@ -430,12 +431,9 @@ class ReplicaFleet:
             entry.problem = f"the replica at {replica.address} was lost: {replica.close_reason}"
         return replica.hello is not None
 
-    def _backoff(self) -> Iterator[float]:
-        """Yields waits without end: doubling, jittered, bounded."""
-        wait, max_wait = BACKOFF_S
-        while True:
-            yield wait * self._rng.uniform(0.5, 1.0)
-            wait = min(2 * wait, max_wait)
+    def _jittered(self, pause_s: float) -> float:
+        """Part of the pause by chance, so that gateways do not all come back at once."""
+        return pause_s * self._rng.uniform(0.5, 1.0)
 
 
 def _log_hopeless(machine: str, state: frames.ReplicaState) -> None:
