@@ -1,27 +1,32 @@
-"""What was found out about a model on one kind of device, kept beside its weights so that no later start has to find it
-out again. It knows files and what they depend on, and neither models nor devices.
+"""What a start takes over from an earlier one: what was measured for a model on one kind of device, kept beside its
+weights under a key that says everything that it depends on. It knows files, and neither tensors nor devices.
 
     MODEL/.hearth/KEY.json      what was measured, for one key
-    MODEL/.hearth/kernels/      compiled kernels, which have keys of their own (kernels/compiled.py)
+    MODEL/.hearth/kernels/      compiled kernels, which have keys of their own (kernels/compile_cache.py)
 
-Where the model's folder cannot be written they are in the cache of compiled kernels alone, which all models share;
-there a model also finds what was measured for another of the same sizes. A key says everything that what is kept
-depends on. Whatever else is found under its name is as nothing.
+Where the model's folder cannot be written the files are in the cache of compiled kernels alone, which all models share;
+there a model also finds what was measured for another of the same sizes. A file with other content than its name says
+is ignored.
 """
 
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
+from engine.models.config import ModelConfig
 from engine.process.files import replace_file
+from engine.protocol.specs import ModelSpec
+from engine.step.cost_model import CostModel
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +34,101 @@ _FOLDER: Final = ".hearth"
 _KERNELS_FOLDER: Final = f"{_FOLDER}/kernels"  # below the model's folder
 _KEYS_MAX: Final = 16  # in a folder; the oldest go
 Artifact = TypeVar("Artifact", bound=msgspec.Struct)
-
-
 ArtifactKey = Mapping[str, str | int | None]
+
+_ENGINE: Final = Path(__file__).parents[1]
+# What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
+_GPU_SOURCES: Final = (
+    *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py"),
+    "execution/profiling.py",
+    *("execution/gpu_runner.py", "execution/cuda_graphs.py", "execution/gpu_sampler.py", "execution/gpu_trial.py"),
+)
+_CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py")
+_DRIVER: Final = Path("/sys/module/nvidia/version")
+_PROCESSORS: Final = Path("/proc/cpuinfo")
+_PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM
+
+
+class GpuArtifact(msgspec.Struct, frozen=True):
+    """What was measured for a model on a GPU.
+
+    segments    sizes of the workspace's segments that steps of all sizes take, in their order.
+    blocks      ProfilingLimits.used_blocks of the costs.
+    """
+
+    segments: list[int]
+    blocks: int
+    costs: CostModel
+
+
+class CpuArtifact(msgspec.Struct, frozen=True):
+    """The dtype in which a model is fastest on a CPU."""
+
+    dtype: Literal["float32", "bfloat16"]
+
+
+def gpu_artifacts(
+    model: ModelSpec, config: ModelConfig, context_tokens: int, dtype: str, coded: Sequence[str], device: str
+) -> "ArtifactFiles[GpuArtifact]":
+    """The files for a model on a GPU. `coded` are the parameters in 12 bits a number, which take other kernels.
+    `device` is the driver's name for it."""
+    key: ArtifactKey = {
+        "device": device,
+        "driver": _DRIVER.read_text().strip() if _DRIVER.exists() else "",
+        "torch": version("torch"),
+        "triton": _triton(),
+        "source": _source(_GPU_SOURCES),
+        "config": repr(config),
+        "dtype": dtype,
+        "coded": " ".join(coded),
+        "kv_dtype": model.kv_dtype,
+        "context_tokens": context_tokens,
+        "block_tokens": model.block_tokens,
+        "step_tokens": model.step_tokens,
+        "sequences": model.sequences,
+    }
+    return ArtifactFiles(Path(model.folder), key, GpuArtifact)
+
+
+def cpu_artifacts(model: ModelSpec, config: ModelConfig) -> "ArtifactFiles[CpuArtifact]":
+    """The files for a model on this host's CPU."""
+    key: ArtifactKey = {
+        "processor": _processor(),
+        "torch": version("torch"),
+        "source": _source(_CPU_SOURCES),
+        "config": repr(config),
+        "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+    }
+    return ArtifactFiles(Path(model.folder), key, CpuArtifact)
+
+
+def _triton() -> str:
+    """Triton's version; empty where it was installed under another name."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
+def _source(patterns: tuple[str, ...]) -> str:
+    return digest_files(file for pattern in patterns for file in _ENGINE.glob(pattern))
+
+
+def _processor() -> str:
+    """The first processor's name and features; empty where the system does not say."""
+    try:
+        lines = _PROCESSORS.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if line.startswith(_PROCESSOR))
 
 
 class ArtifactFiles(Generic[Artifact]):
-    """Those of one model under one key, and of one kind."""
+    """The files of one model for one key and one kind of artifact.
+
+    kernels_folder  where compiled kernels lie beside the model.
+    """
 
     def __init__(self, folder: Path, key: ArtifactKey, kind: type[Artifact]) -> None:
         """`folder` is the model's."""
@@ -47,7 +140,7 @@ class ArtifactFiles(Generic[Artifact]):
         self.files = [place / name for place in (folder / _FOLDER, *([Path(shared)] if shared else []))]
 
     def read(self) -> Artifact | None:
-        """What was written. Whatever is odd about a file, it is as if there were none."""
+        """Returns what was written, or None. A file that is odd in any way is ignored."""
         for file in self.files:
             with suppress(OSError, ValueError, TypeError, KeyError):  # msgspec's errors are ValueErrors
                 document = json.loads(file.read_bytes())
@@ -58,20 +151,20 @@ class ArtifactFiles(Generic[Artifact]):
         return None
 
     def write(self, found: Artifact) -> list[Path]:
-        """Keeps it in every place that can be written; gives these. It never fails: what is lost is time."""
+        """Writes it wherever that is possible. Returns those files. It never fails: only time is lost."""
         # JSON of the standard library, because what never pays costs infinitely much.
         document = json.dumps({"key": self._key, "found": msgspec.to_builtins(found)}, indent=1).encode()
         return [file for file in self.files if _write_atomically(file, document)]
 
     def spread(self) -> None:
-        """Writes what there is in one place to all of them."""
+        """Copies what one place has to all places."""
         found = self.read()
         if found is not None:
             self.write(found)
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """Of their names and contents."""
+    """A digest of the files' names and contents."""
     digest = hashlib.sha256()
     for file in sorted(files):
         content = file.read_bytes()

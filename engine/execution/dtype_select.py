@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from engine.execution.artifact_keys import CpuArtifact, cpu_artifacts
+from engine.execution.artifacts import CpuArtifact, cpu_artifacts
 from engine.layers.linear_cpu import CpuLinear, is_batch_invariant
 from engine.models.config import ModelConfig
 from engine.models.encoder_config import EncoderConfig

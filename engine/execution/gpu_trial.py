@@ -49,6 +49,11 @@ class TrialSteps:
         for rows in (1, *[rows for rows in _PRELOADED_ROWS if rows <= self._rows_max]):
             self._run(rows)
 
+    def profiling_limits(self, blocks: int) -> ProfilingLimits:
+        """What steps may use where so many blocks are mapped."""
+        limits = self._runner.limits
+        return ProfilingLimits(blocks, self._block_tokens, limits.context_tokens, limits.sequences)
+
     def profile(self, limits: ProfilingLimits) -> CostModel:
         """Measures what steps cost."""
         return profile_costs(

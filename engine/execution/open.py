@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.execution.artifact_keys import CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
-from engine.execution.artifacts import ArtifactFiles
+from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
 from engine.execution.device_select import select_device
 from engine.execution.dtype_select import decoder_dtype
 from engine.execution.memory_plan import context_tokens, require_sizes

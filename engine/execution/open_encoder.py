@@ -12,7 +12,6 @@ import torch
 from engine.execution.device_select import device_facts
 from engine.execution.dtype_select import encoder_dtype
 from engine.execution.encoder_runner import EncoderMemory, EncoderRunner
-from engine.execution.encoder_weights import load_encoder
 from engine.execution.memory_plan import context_tokens
 from engine.memory.streams import DeviceStream
 from engine.models.bert import BertEncoder, EncoderParameters
@@ -22,6 +21,7 @@ from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import LoadedModel
 from engine.step.layout import ExecutorLimits
+from engine.weights.encoder_source import load_encoder
 from engine.weights.load import ModelFiles
 
 log = logging.getLogger(__name__)

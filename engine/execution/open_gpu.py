@@ -1,6 +1,7 @@
 """Opens a decoder on a GPU: loads its weights, compiles or loads its kernels, takes the rest of the memory for KV."""
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -8,13 +9,12 @@ from typing import Final
 
 import torch
 
-from engine.execution.artifact_keys import GpuArtifact, gpu_artifacts
+from engine.execution.artifacts import GpuArtifact, gpu_artifacts
+from engine.execution.device_select import device_facts
 from engine.execution.gpu_memory import GpuMemory, open_gpu_memory
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
 from engine.execution.gpu_trial import TrialSteps
 from engine.execution.memory_plan import GRAPH_BYTES, DoesNotFit, initial_extents
-from engine.execution.memory_report import describe_memory, gpu_report
-from engine.execution.profiling import ProfilingLimits
 from engine.execution.staging import StepLimits
 from engine.kernels.compile_cache import name_kernels, share_kernel_cache
 from engine.memory.errors import OutOfDeviceMemory
@@ -22,7 +22,6 @@ from engine.memory.virtual_memory import Arena
 from engine.models.config import ModelConfig
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
-from engine.weights.assembly import weights_bytes
 from engine.weights.device_buffer import WeightBuffer
 from engine.weights.source import WeightSource
 
@@ -81,15 +80,16 @@ def _open(
     memory.standby = standby
     _map_extents(model, runner, memory, context_tokens, device_bytes)
     mapped_blocks = min(len(memory.mapped) * memory.layout.extent_blocks, memory.layout.blocks)
-    limits = ProfilingLimits(mapped_blocks, model.block_tokens, context_tokens, most.sequences)
+    trial = TrialSteps(runner, most.rows, model.block_tokens, config.vectors)
+    limits = trial.profiling_limits(mapped_blocks)
     if earlier is not None and earlier.blocks >= limits.used_blocks:
         runner.costs = earlier.costs
         runner.capture_first()
     else:
         runner.capture_hot(beat)
-        runner.costs = TrialSteps(runner, most.rows, model.block_tokens, config.vectors).profile(limits)
+        runner.costs = trial.profile(limits)
         artifacts.write(GpuArtifact(segments, limits.used_blocks, runner.costs))
-    report = gpu_report(model, memory, source, weights_bytes(parameters))
+    report = _report(model, memory, source, mapped_blocks)
     log.info("%s", describe_memory(report))
     return runner, memory, report
 
@@ -116,3 +116,30 @@ def _require_weights_fit(source: WeightSource) -> None:
             f"the weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} of {total / 1e9:.1f} GB are free; {fits} "
             f"another device or a smaller model"
         )
+
+
+def _report(model: ModelSpec, memory: GpuMemory, source: WeightSource, mapped_blocks: int) -> MemoryReport:
+    name, free_bytes, total_bytes = device_facts(source.device)
+    return MemoryReport(
+        model=model.name, pid=os.getpid(), device=name, device_bytes=total_bytes, weights_bytes=source.bytes,
+        coded_bytes=source.bf12_bytes, bf16_bytes=source.bf16_bytes,
+        kv_blocks=mapped_blocks, kv_block_tokens=model.block_tokens, kv_bytes=memory.pool.mapped_bytes,
+        workspace_bytes=memory.workspace.bytes, graphs_bytes=memory.workspace.graphs * GRAPH_BYTES,
+        free_bytes=free_bytes,
+    )  # fmt: skip
+
+
+def describe_memory(report: MemoryReport) -> str:
+    """One line with every GiB of a device."""
+    model_bytes = report.weights_bytes + report.kv_bytes + report.workspace_bytes + report.graphs_bytes
+    coded = f" ({report.coded_bytes / (1 << 30):.2f} of it in 12 bits a number)" if report.coded_bytes else ""
+    parts = {
+        f"weights{coded}": report.weights_bytes,
+        f"KV ({report.kv_blocks} blocks of {report.kv_block_tokens} tokens)": report.kv_bytes,
+        "workspace": report.workspace_bytes,
+        "graphs": report.graphs_bytes,
+        "CUDA and other processes": report.device_bytes - report.free_bytes - model_bytes,
+        "free": report.free_bytes,
+    }
+    listed = ", ".join(f"{name} {count / (1 << 30):.2f}" for name, count in parts.items())
+    return f"{report.model} on {report.device}, {report.device_bytes / (1 << 30):.2f} GiB: {listed}"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution.artifact_keys import CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
-from engine.execution.artifacts import ArtifactFiles
+from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
 from engine.models.config import read_decoder_config
 from engine.protocol.specs import ModelSpec
 from engine.step.cost_model import CostModel

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from engine.bench.geometries import GEOMETRIES, write_folder
-from engine.execution.artifact_keys import CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
-from engine.execution.artifacts import ArtifactFiles
+from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
 from engine.models.config import ModelConfig, read_decoder_config
 from engine.protocol.specs import ModelSpec
 from engine.step.cost_model import CostModel

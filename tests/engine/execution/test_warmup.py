@@ -10,7 +10,7 @@ import pytest
 
 from engine.bench.geometries import write_folder
 from engine.execution import dtype_select, open
-from engine.execution.artifact_keys import CpuArtifact, cpu_artifacts
+from engine.execution.artifacts import CpuArtifact, cpu_artifacts
 from engine.execution.warmup import main, warm_up
 from engine.models.config import read_decoder_config
 from engine.protocol.reports import WarmupReport

@@ -220,7 +220,7 @@ BREAKS = {
     ),
     "masks are made of what was known at the launch": (
         "execution.step_loop",
-        "or len(self._flights) != 1:",
+        "or len(self._inflight) != 1:",
         "or False:",
     ),
     "an ended row's mask is taken for another's": (
