@@ -21,7 +21,7 @@ CallerHandler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
 class Authenticator:
-    """Verifies callers with the accounts; `on_outage` is told when their store does not answer."""
+    """Verifies callers with the accounts; `on_outage` gets the problem when their store does not answer."""
 
     def __init__(self, accounts: AccountService, on_outage: Callable[[StoreUnavailable], None]) -> None:
         self._accounts = accounts
@@ -65,7 +65,7 @@ class Authenticator:
         return False
 
     def permitted(self, serve: CallerHandler, *permissions: Permission) -> Handler:
-        """A handler that serves callers of the path's account who have one of these permissions."""
+        """Builds a handler for callers of the path's account that have one of these permissions."""
 
         async def handler(exchange: Exchange) -> None:
             await serve(exchange, await self.verify(exchange, exchange.path_params.get("account_id"), permissions))
@@ -74,7 +74,7 @@ class Authenticator:
 
 
 def below_account(handler: Handler) -> Handler:
-    """The handler, behind a check of the account's id in the path, if there is one."""
+    """Builds a handler that first checks the account's id in the path, if there is one."""
 
     async def serve(exchange: Exchange) -> None:
         check_account_id(exchange)
@@ -91,8 +91,8 @@ def check_account_id(exchange: Exchange) -> None:
 
 
 def credential_of(exchange: Exchange) -> str:
-    """The bearer token of a request; without Authorization its x-api-key, under every path. Raises ApiError if there
-    is neither."""
+    """Returns the bearer token of a request; without Authorization its x-api-key, under every path. Raises ApiError if
+    there is neither."""
     authorization = exchange.headers.get(b"authorization")
     if authorization is None and (key := exchange.headers.get(b"x-api-key")):
         return key.strip().decode("latin-1")

@@ -28,7 +28,7 @@ class OpenRequests:
         return len(self._credentials)
 
     def handler(self, serve: CallerHandler) -> Handler:
-        """A handler whose requests are open while it runs; new ones are refused while this gateway drains."""
+        """Builds a handler whose requests are open while it runs; while this gateway drains it refuses new ones."""
 
         async def handle(exchange: Exchange) -> None:
             if self.draining:

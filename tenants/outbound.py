@@ -68,8 +68,8 @@ async def send(
     content: bytes | None = None,
     public_only: bool = False,
 ) -> AsyncIterator[httpx.Response]:
-    """The answer's head; its body is read with `read_body`, if at all. Raises OSError, and ValueError for what is no
-    HTTP."""
+    """Yields the answer's head; `read_body` reads its body. Raises OSError, and ValueError for a URL that cannot be
+    called and for what is no HTTP."""
     try:
         request = httpx.Request(method, url, headers={**headers, "connection": "close"}, content=content)
         async with PinnedTransport(tls, public_only=public_only) as transport:
@@ -82,12 +82,12 @@ async def send(
         raise ValueError(f"it sends no HTTP that can be read to its end: {error}") from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ValueError(str(error)) from None
-    except httpx.TransportError as error:
+    except httpx.HTTPError as error:
         raise OSError(_reason(error)) from None
 
 
 async def read_body(response: httpx.Response, limit_bytes: int) -> bytes:
-    """The body as it is sent, whatever its encoding. Raises ValueError if it is larger."""
+    """Returns the body as it is sent, whatever its encoding. Raises ValueError if it is larger than the limit."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
@@ -97,13 +97,13 @@ async def read_body(response: httpx.Response, limit_bytes: int) -> bytes:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The host's addresses, in the order in which to try them. Raises OSError if there are none."""
+    """Returns the host's addresses, in the order in which to try them. Raises OSError if there are none."""
     entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is one of the internet's, also behind IPv6's ways to write IPv4."""
+    """Whether an address is public; an IPv4 address within IPv6 counts as itself."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address.sixtofour or address

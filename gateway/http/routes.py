@@ -45,6 +45,7 @@ class ExchangeServer:
         return cls(ClientAddressPolicy(limits), timeouts, clock, on_answered)
 
     async def serve(self, endpoint: "Endpoint", scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request with the endpoint's handler; raises nothing."""
         client, request_id = self.clients.client_address(scope), str(uuid.uuid4())
         exchange = Exchange(scope, receive, send, self.timeouts, request_id, self.clock, client)
         try:
@@ -82,8 +83,8 @@ class Endpoint:
 
 
 def by_method(route: str, **handlers: Handler) -> Handler:
-    """A handler for each method of a path, whose name in the metrics is `route`. HEAD is GET without the answer's
-    body, which the server leaves out. The handler raises ApiError for other methods."""
+    """Builds a path's handler from one for each method; `route` is its name in the metrics. HEAD is GET without the
+    answer's body, which the server leaves out. The handler raises ApiError for other methods."""
     allowed = ", ".join("GET, HEAD" if method == "GET" else method for method in handlers)
 
     async def serve(exchange: Exchange) -> None:
