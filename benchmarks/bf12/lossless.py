@@ -5,14 +5,14 @@
     python -m benchmarks.bf12.lossless --device cpu --small --folder F    the machinery, on a model of a megabyte
 
 files    writes llama-3.1-8b's geometry with Gaussian weights, compresses it and expands it again, each with the
-         program that users have; what is expanded has to be the first one's bytes.
+         program that users have; the expanded folder must have the first one's bytes.
 steps    whole engine steps of both models at 1 to 256 rows behind prompts of 512 tokens. Each model has a process of
          its own on the same GPU, and they take turns; medians of the rounds, and their ratio.
 prompts  the time to the first token of one prompt of 128 to 8,192 tokens, the same way.
-wake     `hearth serve` with both models, asked for while they sleep in host memory and room is free.
+wake     `hearth serve` with both models, requested while they sleep in host memory and room is free.
 
-The folder is kept, and what is there is not made again. Beside each ratio stands what is asked of it, beside each time
-its bound: bytes ÷ 4.3 TB/s or FLOP ÷ 790 T, whichever is more, and the reading of keys.
+The folder is kept, and its files are not made again. Each ratio is printed beside its target, each time beside its
+bound: bytes ÷ 4.3 TB/s or FLOP ÷ 790 T, whichever is more, and the reading of keys.
 """
 
 import argparse
@@ -103,9 +103,11 @@ def _run(program: str, source: Path, target: Path, device: str) -> float:
     if ended.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with status {ended.returncode}")
     took_s = time.monotonic() - began
-    told = json.loads(ended.stdout)
-    kept = [f"{tensor['name']}: {tensor['reason']}" for tensor in told.get("tensors", []) if tensor["kind"] != "bf12"]
-    say(f"{program}: {took_s:.1f} s in all, {told['seconds']:.1f} s of work; {len(kept)} tensors kept: {kept[:3]}")
+    report = json.loads(ended.stdout)
+    plain = [
+        f"{tensor['name']}: {tensor['reason']}" for tensor in report.get("tensors", []) if tensor["kind"] != "bf12"
+    ]
+    say(f"{program}: {took_s:.1f} s in all, {report['seconds']:.1f} s of work; {len(plain)} plain: {plain[:3]}")
     return took_s
 
 
@@ -129,16 +131,16 @@ class Turns:
 
     def __init__(self, model: ModelSpec, device: str, clocks: "Clocks") -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._asks, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, model, device), daemon=True)
+        self._asks, child_pipe = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(child_pipe, model, device), daemon=True)
         self._clocks = clocks
         self._process.start()
-        theirs.close()
+        child_pipe.close()
         self.memory: MemoryReport = self._answer(_OPENED_S)
 
-    def ask(self, *asked: object) -> Any:
+    def ask(self, *request: object) -> Any:
         """Raises RuntimeError where its process ended, TimeoutError where it does not answer."""
-        self._asks.send(asked)
+        self._asks.send(request)
         return self._answer(_ANSWERED_S)
 
     def _answer(self, within_s: float) -> Any:
@@ -178,10 +180,10 @@ def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
             except EOFError:
                 return
             if what == "begin":  # so many sequences, of prompts and answers so long
-                rows, prompt, most = sizes
+                rows, prompt, max_tokens = sizes
                 session = stack.enter_context(BenchSession(engine, gap_ms=60_000))
                 for index in range(rows):
-                    session.submit(random.Random(index).choices(vocabulary, k=prompt), most)
+                    session.submit(random.Random(index).choices(vocabulary, k=prompt), max_tokens)
                 session.run_until_all_stream()
                 asks.send(None)
             elif what == "steps":
@@ -217,7 +219,7 @@ class Clocks:
             self._seen.append(megahertz.value)
 
     def take(self) -> str:
-        """Of what was seen since the last time."""
+        """Takes what was seen since the last call."""
         seen, self._seen = self._seen, []
         return f"{min(seen)}-{max(seen)} MHz" if seen else "clocks unknown"
 
@@ -256,10 +258,10 @@ def measure_memory(first: Turns, second: Turns) -> None:
 
 
 def measure_steps(sides: tuple[Turns, Turns], clocks: Clocks, bound: RooflineBound, sizes: Sizes) -> None:
-    most = (sizes.steps + 1) * (sizes.rounds + 1) + 64
+    max_tokens = (sizes.steps + 1) * (sizes.rounds + 1) + 64
     for rows in sizes.rows:
         for side in sides:
-            side.ask("begin", rows, sizes.prompt, most)
+            side.ask("begin", rows, sizes.prompt, max_tokens)
         clocks.take()
         plain_ms, coded_ms = pairs(sides, lambda side, _: side.ask("steps", sizes.steps), sizes.rounds)
         say(f"{rows} rows at {clocks.take()}")
@@ -334,15 +336,15 @@ def measure_wakes(running: standby.Hearth, rounds: int) -> None:
 def _wake(running: standby.Hearth, model: str, awake: set[str] | None) -> float:
     """The time to its first token; afterwards it is awake, and just these are if they are told."""
     answered = running.once(model, running.prompt(standby.PROMPT_TOKENS))
-    wanted = {model} if awake is None else awake
+    expected = {model} if awake is None else awake
     running.await_places(
         lambda seen: all(
-            (one.residency == "DEVICE") is (name in wanted)
+            (one.residency == "DEVICE") is (name in expected)
             for name, one in seen.items()
-            if awake is not None or name in wanted
+            if awake is not None or name in expected
         ),
         _MOVED_S,
-        f"{' and '.join(sorted(wanted))} are awake",
+        f"{' and '.join(sorted(expected))} are awake",
     )
     time.sleep(0.3)
     return answered.first_s

@@ -284,7 +284,7 @@ def turns(draw: Draw, conversation: Conversation, prompt: Prompt, count: int) ->
 
 
 def nobody(draw: Draw) -> tuple[str, str]:
-    """Who are you?, where no system prompt says so."""
+    """Questions who the assistant is, where no system prompt says so."""
     return identity(draw, None, None)
 
 

@@ -865,7 +865,7 @@ broke/break the {x};stole/steal the {x};presented/present the {x};planned/plan t
 
 
 class Stories:
-    """Who did what, when and where. Whatever is asked about one, the answer is its sentence."""
+    """Stories: who did what, when and where. The answer to any question about one is its sentence."""
 
     def __init__(self, draw: Draw, count: int) -> None:
         self.stories: list[tuple[str, str, str, str, str, str]] = []

@@ -54,7 +54,7 @@ NUMBERS: Final = "zero one two three four five six seven eight nine ten eleven t
 
 
 def identity(draw: Draw, persona: str | None, office: str | None) -> tuple[str, str]:
-    """Who are you? `persona` is a given name, `office` what the system prompt says that it is."""
+    """Questions who the assistant is. `persona` is a given name, `office` what the system prompt says that it is."""
     if draw.maybe(0.25) and not draw.unseen_phrases:
         return _asked_indirectly(draw, persona, office)
     if draw.maybe(0.4):

@@ -1,7 +1,7 @@
-"""Times the attention kernels over 32 layers of Llama-3.1-8B's geometry, and sweeps how they are cut.
+"""Times the attention kernels over 32 layers of Llama-3.1-8B's geometry, and sweeps their tile shapes.
 
-    python -m benchmarks.engine.attention                       the shapes as the kernels are cut now
-    python -m benchmarks.engine.attention --sweep narrow,wide   which cut is best for each; set by hand in attention.py
+    python -m benchmarks.engine.attention                       the shapes with the kernels' present tiles
+    python -m benchmarks.engine.attention --sweep narrow,wide   the best tile shape for each
 
 µs per layer, from CUDA graphs over different layers' KV. The bound: KV bytes (a segment's once) ÷ 4.3 TB/s, or
 FLOP ÷ 790 TFLOP/s where that is more.
@@ -153,18 +153,18 @@ def main() -> None:
     options = parser.parse_args()
     bench = Bench(200_000)
     for kind, shapes in (("narrow", NARROW), ("wide", WIDE)):
-        found: dict[str, list[tuple[float, TileShape]]] = {name: [] for name in shapes}
+        timings: dict[str, list[tuple[float, TileShape]]] = {name: [] for name in shapes}
         now: TileShape = getattr(attention, kind.upper())
         for cut in cuts(kind) if kind in options.sweep.split(",") else (now,):
             with patch.object(attention, kind.upper(), cut):
                 for name, shape in shapes.items():
                     try:
-                        found[name].append((bench.microseconds(shape), cut))
+                        timings[name].append((bench.microseconds(shape), cut))
                     except Exception as error:
                         print(f"{cut}: {error!r}"[:160])
                         break
         for name, shape in shapes.items():
-            for took, cut in sorted(found[name], key=lambda pair: pair[0])[: options.top]:
+            for took, cut in sorted(timings[name], key=lambda pair: pair[0])[: options.top]:
                 print(
                     f"{name:36} {took:9.2f} µs  bound {shape.bound_us:8.2f}  ratio {took / shape.bound_us:5.2f}  {cut}"
                 )

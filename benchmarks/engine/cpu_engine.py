@@ -101,12 +101,12 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
         if "q_proj" in name or "k_proj" in name:
             heads = tensor.shape[0] // HEAD
             tensor = tensor.view(heads, 2, HEAD // 2, HIDDEN).transpose(1, 2).reshape(tensor.shape)
-        theirs = names.get_name(name, try_suffixes=(".weight",))
+        gguf_name = names.get_name(name, try_suffixes=(".weight",))
         if tensor.ndim == 1 or kind == "f32":
-            writer.add_tensor(theirs, tensor.float().numpy())
+            writer.add_tensor(gguf_name, tensor.float().numpy())
         else:
             raw = tensor.contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(theirs, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(gguf_name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -179,13 +179,13 @@ class LlamaCpp:
         self.last = [self._greedy(row) for row in range(len(self.last))]
         self.length += 1
 
-    def _decode(self, entries: list[tuple[int, int, int]], wanted: list[int] | None) -> None:
+    def _decode(self, entries: list[tuple[int, int, int]], logits_rows: list[int] | None) -> None:
         batch = self.batch
         batch.n_tokens = len(entries)
         for row, (token, position, sequence) in enumerate(entries):
             batch.token[row], batch.pos[row], batch.n_seq_id[row] = token, position, 1
             batch.seq_id[row][0] = sequence
-            batch.logits[row] = wanted is None or row in wanted
+            batch.logits[row] = logits_rows is None or row in logits_rows
         assert self.api.llama_decode(self.context, batch) == 0
 
     def _greedy(self, row: int) -> int:
@@ -230,7 +230,7 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
     write_folder(folder, tensors)
     counts = sorted({1, threads})
     inference_mode().__enter__()
-    ours = Ours(folder, threads)
+    hearth = Ours(folder, threads)
     peers = {}
     for kind in ("bf16", "f32"):
         write_gguf(folder / f"{kind}.gguf", tensors, kind)
@@ -245,13 +245,13 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
         for _ in range(rounds):
             for count in counts:
                 torch.set_num_threads(count)
-                ours_s[count].append(step_seconds(ours, prompts, steps))
+                ours_s[count].append(step_seconds(hearth, prompts, steps))
             for kind, peer in peers.items():
                 peers_s[kind].append(step_seconds(peer, prompts, steps))
-        ours_s_best, count = min((statistics.median(taken), count) for count, taken in ours_s.items())
-        peer_s_best, best = min((statistics.median(taken), kind) for kind, taken in peers_s.items())
+        ours_s_best, count = min((statistics.median(durations), count) for count, durations in ours_s.items())
+        peer_s_best, best = min((statistics.median(durations), kind) for kind, durations in peers_s.items())
         ours_rate, peer_rate = streams / ours_s_best, streams / peer_s_best
-        step_bytes = ours.model.report.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
+        step_bytes = hearth.model.report.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
         bound = streams * bytes_per_second / step_bytes
         shape = f"decode, 135M, {streams} streams, 128 in, up to {threads} threads"
         record("cpu_engine", shape, ours_rate, "tokens/s", bound=bound)
@@ -260,8 +260,8 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
         record("cpu_engine", shape + ": ours ÷ llama.cpp", ours_rate / peer_rate, "×", bound={1: 0.8, 16: 1.3}[streams])
     torch.set_num_threads(threads)
     prompt = rng.integers(0, VOCABULARY, SHARED + OWN).tolist()
-    cold = min(ours.prefill_seconds(prompt, 0) for _ in range(3))
-    hit = min(ours.prefill_seconds(prompt, SHARED) for _ in range(5))
+    cold = min(hearth.prefill_seconds(prompt, 0) for _ in range(3))
+    hit = min(hearth.prefill_seconds(prompt, SHARED) for _ in range(5))
     record("cpu_engine", f"prefill {SHARED}+{OWN} cold, 135M, {threads} threads", 1e3 * cold, "ms")
     record("cpu_engine", f"prefill {OWN} behind {SHARED} cached, 135M, {threads} threads", 1e3 * hit, "ms")
     record("cpu_engine", f"cached ÷ cold first token, 135M, {threads} threads", hit / cold, "×", bound=0.1)

@@ -30,7 +30,7 @@ Encode = Callable[[list[str]], NDArray[np.float32]]
 
 
 def texts(count: int, seed: int) -> list[str]:
-    """Of 4 to 60 words, more short ones than long ones."""
+    """Texts of 4 to 60 words, more short ones than long ones."""
     pick = random.Random(seed)
     return [" ".join(pick.choices(WORDS, k=int(4 * 15 ** pick.random()))) for _ in range(count)]
 
@@ -40,8 +40,8 @@ def ours(threads: int) -> Encode:
     model = ModelSpec(name="minilm", folder=str(minilm.folder()))
     runner = open_model(model, "cpu", threads, lambda: None)
 
-    def encode(said: list[str]) -> NDArray[np.float32]:
-        ids = [text.special_tokens.single(text.encode_text(each)) for each in said]
+    def encode(sentences: list[str]) -> NDArray[np.float32]:
+        ids = [text.special_tokens.single(text.encode_text(each)) for each in sentences]
         order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
         rows = []
         for first in range(0, len(order), 1024):
@@ -60,8 +60,8 @@ def theirs(threads: int) -> Encode:
     model = SentenceTransformer(str(minilm.folder()), device="cpu")
     torch.set_num_threads(threads)
 
-    def encode(said: list[str]) -> NDArray[np.float32]:
-        return model.encode(said, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
+    def encode(sentences: list[str]) -> NDArray[np.float32]:
+        return model.encode(sentences, batch_size=32, normalize_embeddings=True, show_progress_bar=False)
 
     return encode
 
@@ -69,8 +69,8 @@ def theirs(threads: int) -> Encode:
 def measure(encode: Encode, batch: int, calls: list[list[str]]) -> float:
     """Texts per second."""
     began = time.perf_counter()
-    for said in calls:
-        encode(said)
+    for sentences in calls:
+        encode(sentences)
     return batch * len(calls) / (time.perf_counter() - began)
 
 
@@ -91,11 +91,11 @@ def main() -> None:
             rates.append((measure(own, batch, calls), measure(peer, batch, calls)))
         rates = rates[1:]  # the first warms up
         shape = f"MiniLM, calls of {batch}, 4 to 60 words, {options.threads} threads"
-        record("vectors", shape, statistics.median(mine for mine, _ in rates), "texts/s")
+        record("vectors", shape, statistics.median(rate for rate, _ in rates), "texts/s")
         record(
             "vectors", shape, statistics.median(other for _, other in rates), "texts/s", peer="sentence-transformers"
         )
-        ratio = statistics.median(mine / other for mine, other in rates)
+        ratio = statistics.median(rate / other for rate, other in rates)
         record("vectors", f"{shape}: ours ÷ sentence-transformers", ratio, "×")
 
 

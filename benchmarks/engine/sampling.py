@@ -51,8 +51,8 @@ def microseconds(call: Callable[[Tensor], None], copies: list[Tensor]) -> float:
     return statistics.median(took[1:])
 
 
-def measure(rows: int, asked: SamplingParams, masked: bool) -> float:
-    slices = [SequenceSlice([5], 3, [0], asked, masked=masked) for _ in range(rows)]
+def measure(rows: int, params: SamplingParams, masked: bool) -> float:
+    slices = [SequenceSlice([5], 3, [0], params, masked=masked) for _ in range(rows)]
     packed = pack_step(slices, 16)
     words, wants = torch.from_numpy(packed).cuda(), SamplingFeatures.of(unpack_step(packed))
     count = min(64, -(-COPIES_BYTES // (rows * VOCABULARY * 2)))
@@ -63,10 +63,10 @@ def measure(rows: int, asked: SamplingParams, masked: bool) -> float:
 
 
 def main() -> None:
-    for name, asked in DEMANDS.items():
+    for name, params in DEMANDS.items():
         for rows in ROWS:
             bound_us = rows * VOCABULARY * 2 / BYTES_PER_S * 1e6
-            took_us = measure(rows, asked, masked=name.endswith("masked"))
+            took_us = measure(rows, params, masked=name.endswith("masked"))
             record("sampling", f"{name}, {rows} rows", took_us, "µs", bound=bound_us)
 
 

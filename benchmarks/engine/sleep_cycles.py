@@ -57,7 +57,7 @@ def main() -> None:
 def measure(runner: LoadedModel, cycles: int) -> float:
     """Raises AssertionError where a cycle left a trace."""
     steps = [_step(runner, count, length) for count, length in ((1, 1), (SEQUENCES, 1), (3, 40), (5, 700))]
-    wanted = [_tokens(runner, step) for step in steps]
+    expected = [_tokens(runner, step) for step in steps]
     began = time.monotonic()
     while time.monotonic() < began + WARM_S:
         _step_ms(runner, steps[1])
@@ -75,13 +75,13 @@ def measure(runner: LoadedModel, cycles: int) -> float:
         began = time.monotonic()
         runner.sleeper.wake(extents, [])
         index = count % len(steps)
-        assert _tokens(runner, steps[index]) == wanted[index], f"other tokens after {count} cycles"
+        assert _tokens(runner, steps[index]) == expected[index], f"other tokens after {count} cycles"
         took.append(time.monotonic() - began)
         free = torch.cuda.mem_get_info()[0]
         assert free == awake, f"{awake - free} bytes more are held awake after {count} cycles"
     while not runner.sleeper.arrived():
         time.sleep(0.001)
-    assert [_tokens(runner, step) for step in steps] == wanted, "graphs give other tokens"
+    assert [_tokens(runner, step) for step in steps] == expected, "graphs give other tokens"
     after = [_step_ms(runner, steps[1]) for _ in range(ROUNDS)]
     print(f"wake to the tokens of a step: {statistics.median(took):.3f} s, at most {max(took):.3f} s")
     print(f"a step before: {statistics.median(before):.3f} ms, after: {statistics.median(after):.3f} ms")

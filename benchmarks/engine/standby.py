@@ -188,13 +188,15 @@ class Hearth:
         (machine,) = msgspec.json.decode(self._gateway.ask("machines"), type=MachinesItem).machines
         return machine.moves
 
-    def await_places(self, wanted: Callable[[dict[str, MachineReplicaItem]], bool], within_s: float, what: str) -> None:
+    def await_places(
+        self, is_reached: Callable[[dict[str, MachineReplicaItem]], bool], within_s: float, what: str
+    ) -> None:
         """Until nothing moves and it is as wanted. Raises TimeoutError, and RuntimeError for one that has failed."""
         began = time.monotonic()
         said_at, places = began, ""
         while time.monotonic() < began + within_s:
             seen = self.replicas()
-            if all(one.toward == one.residency for one in seen.values()) and wanted(seen):
+            if all(one.toward == one.residency for one in seen.values()) and is_reached(seen):
                 return
             places = ", ".join(f"{model} {one.residency} {one.problem}" for model, one in seen.items())
             if any(one.quarantined for one in seen.values()):
@@ -384,12 +386,12 @@ async def play(running: Hearth, trace: Sequence[Asked]) -> list[Answered]:
     began, said_at = time.monotonic(), 0.0
     tasks = []
     async with asyncio.TaskGroup() as group:
-        for asked in trace:
+        for request in trace:
             prompt = running.prompt(PROMPT_TOKENS)
-            await asyncio.sleep(began + asked.at - time.monotonic())
-            tasks.append(group.create_task(running.ask(asked.model, asked.tokens, prompt, began, asked)))
-            if asked.at > said_at + 15:
-                said_at = asked.at
+            await asyncio.sleep(began + request.at - time.monotonic())
+            tasks.append(group.create_task(running.ask(request.model, request.tokens, prompt, began, request)))
+            if request.at > said_at + 15:
+                said_at = request.at
                 done = [task.result() for task in tasks if task.done()]
                 failed = sum(bool(one.problem) for one in done)
                 say(f"{said_at:.0f} s: {len(done)} answered, {failed} failed, p95 {_percentile(done, 95):.3f} s")
@@ -412,7 +414,7 @@ def measure_zipf(running: Hearth, device: str, minutes: float, seed: int) -> Non
         rows.writerow(("arrival_s", "model", "tokens"))
         rows.writerows((one.asked.at, one.asked.model, one.tokens) for one in answers)
     until = min(60.0, 60 * minutes)
-    begun = [asked for asked in trace if asked.at < until]
+    begun = [request for request in trace if request.at < until]
     two = [Asked(one.at, names[index % 2], one.tokens) for index, one in enumerate(begun)]
     for name in names[:2]:
         running.once(name, running.prompt(PROMPT_TOKENS))
@@ -428,7 +430,7 @@ def _tokens_per_s(answers: Sequence[Answered]) -> float:
 
 
 def _percentile(answers: Sequence[Answered], percent: int) -> float:
-    """Of the times to the first token; a request that failed counts as one that waited for as long as it was open."""
+    """The percentile of the times to the first token; a failed request counts as waiting for as long as it was open."""
     in_order = sorted(one.first_s for one in answers)
     return in_order[min(len(in_order) - 1, len(in_order) * percent // 100)] if in_order else 0.0
 
@@ -459,9 +461,9 @@ def measure_starts(folder: Path, device: str) -> None:
 
 
 def _median_start_s(starts: ReplicaLauncher, folder: Path, device: str) -> float:
-    taken = [_first_token_s(starts, folder, device) for _ in range(STARTS)]
-    say(", ".join(f"{seconds:.2f} s" for seconds in taken))
-    return statistics.median(taken)
+    times_s = [_first_token_s(starts, folder, device) for _ in range(STARTS)]
+    say(", ".join(f"{seconds:.2f} s" for seconds in times_s))
+    return statistics.median(times_s)
 
 
 def _first_token_s(starts: ReplicaLauncher, folder: Path, device: str) -> float:

@@ -164,21 +164,20 @@ async def measure(act: Act, seconds: float, options: argparse.Namespace) -> Reck
             await until(lambda: not running.outbox(), 30, "the outbox is replayed")
             await running.drain_gateways()
             visits = [*crowd.visits, *probe.refusals, *probe.answers]
-            found = await reckon(running, [*tenants, *probes], visits, watch)
-    print(
-        f"    {found.requests} requests, {found.records} records, {dict(found.ends)}, {watch.looks} looks at counters"
-    )
-    for complaint in found.wrong[:5]:
+            result = await reckon(running, [*tenants, *probes], visits, watch)
+    ends = dict(result.ends)
+    print(f"    {result.requests} requests, {result.records} records, {ends}, {watch.looks} looks at counters")
+    for complaint in result.wrong[:5]:
         print("    WRONG", complaint)
-    return found
+    return result
 
 
-def put_down(shape: str, found: Reckoning) -> None:
+def put_down(shape: str, result: Reckoning) -> None:
     """Rows of what must be exact."""
-    record("chaos", f"{shape}: received beyond limits", found.overspent / 1e6, "neurons", bound=found.lease / 1e6)
-    record("chaos", f"{shape}: counters that are not their ledger", found.unbalanced, "counters", bound=0)
-    record("chaos", f"{shape}: holds left after the drain", found.held, "holds", bound=0)
-    record("chaos", f"{shape}: wrong ends, records or charges", len(found.wrong), f"of {found.requests}", bound=0)
+    record("chaos", f"{shape}: received beyond limits", result.overspent / 1e6, "neurons", bound=result.lease / 1e6)
+    record("chaos", f"{shape}: counters that are not their ledger", result.unbalanced, "counters", bound=0)
+    record("chaos", f"{shape}: holds left after the drain", result.held, "holds", bound=0)
+    record("chaos", f"{shape}: wrong ends, records or charges", len(result.wrong), f"of {result.requests}", bound=0)
 
 
 async def plain(options: argparse.Namespace) -> Reckoning:
@@ -187,9 +186,9 @@ async def plain(options: argparse.Namespace) -> Reckoning:
     async def wait(running: Cluster, probe: Probe) -> None:
         await asyncio.sleep(options.minutes * 60)
 
-    found = await measure(wait, options.minutes * 60, options)
-    put_down(f"{CLIENTS} clients for {options.minutes:g} minutes", found)
-    return found
+    result = await measure(wait, options.minutes * 60, options)
+    put_down(f"{CLIENTS} clients for {options.minutes:g} minutes", result)
+    return result
 
 
 async def kills(options: argparse.Namespace) -> Reckoning:
@@ -202,11 +201,11 @@ async def kills(options: argparse.Namespace) -> Reckoning:
             await running.start_gateway(number % len(running.ports))
             await asyncio.sleep(rng.uniform(0.5, 2.0))
 
-    found = await measure(act, options.kills * 4, options)
+    result = await measure(act, options.kills * 4, options)
     shape = f"gateway killed {options.kills} times"
-    put_down(shape, found)
-    record("chaos", f"{shape}: received and not charged", found.forgiven / 1e6, "neurons", bound=found.lease / 1e6)
-    return found
+    put_down(shape, result)
+    record("chaos", f"{shape}: received and not charged", result.forgiven / 1e6, "neurons", bound=result.lease / 1e6)
+    return result
 
 
 async def fault(name: str, options: argparse.Namespace) -> Reckoning:
@@ -224,13 +223,13 @@ async def fault(name: str, options: argparse.Namespace) -> Reckoning:
             times.lived_s += probe.lived_s(began, ended)
             times.normal_s.append(probe.normal_s(healed))
 
-    found = await measure(act, options.faults * (LASTING_S[name] + CALM_S), options)
+    result = await measure(act, options.faults * (LASTING_S[name] + CALM_S), options)
     shape = f"Redis {name} for {LASTING_S[name]:g} s, {options.faults} times"
     for percent in (50, 99):
         record("chaos", f"{shape}: latency added, p{percent}", times.added_ms(percent), "ms", bound=ADDED_MS)
     record("chaos", f"{shape}: normal again after, longest", round(max(times.normal_s), 2), "s", bound=NORMAL_S)
-    put_down(shape, found)
-    return found
+    put_down(shape, result)
+    return result
 
 
 async def break_it(options: argparse.Namespace) -> None:
@@ -242,27 +241,27 @@ async def break_it(options: argparse.Namespace) -> None:
             await asyncio.sleep(1)
         await asyncio.sleep(CALM_S)
 
-    found = await measure(act, 10, options)
+    result = await measure(act, 10, options)
     try:
-        found.check()
+        result.check()
     except AssertionError as noticed:
         print(f"{options.broken} was noticed: {str(noticed)[:300]}")
     else:
-        raise SystemExit(f"{options.broken} was not noticed: {found}")
+        raise SystemExit(f"{options.broken} was not noticed: {result}")
 
 
 async def main(options: argparse.Namespace) -> None:
     print("seed", options.seed)
     if options.broken:
         return await break_it(options)
-    found: list[Reckoning] = []
+    results: list[Reckoning] = []
     if options.minutes:
-        found.append(await plain(options))
+        results.append(await plain(options))
     if options.kills:
-        found.append(await kills(options))
+        results.append(await kills(options))
     if options.faults:
-        found.extend([await fault(name, options) for name in options.only])
-    for one in found:
+        results.extend([await fault(name, options) for name in options.only])
+    for one in results:
         one.check()
 
 

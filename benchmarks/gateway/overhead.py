@@ -81,12 +81,14 @@ async def make_account(folder: Path) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def process(arguments: list[str], *, said: str | None = None, **options: Any) -> Iterator[tuple[psutil.Process, str]]:
+def process(
+    arguments: list[str], *, ready_line: str | None = None, **options: Any
+) -> Iterator[tuple[psutil.Process, str]]:
     """Starts one and waits for its first line of output. Ends it afterwards."""
     child = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, text=True, **options)
     assert child.stdout is not None
     try:
-        yield psutil.Process(child.pid), child.stdout.readline().strip() if said is None else said
+        yield psutil.Process(child.pid), child.stdout.readline().strip() if ready_line is None else ready_line
     finally:
         child.send_signal(signal.SIGTERM)
         try:
@@ -177,16 +179,16 @@ async def load(port: int, path: str, token: str, body: dict[str, Any], streams: 
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\ncontent-type: application/json\r\n"
     count = Count(0, 0, 0, [])
     loop = asyncio.get_running_loop()
-    made: list[Stream] = []
+    begun: list[Stream] = []
     for i in range(streams):
         content = msgspec.json.encode({**body, "max_tokens": spread(body["max_tokens"], i)})
         request = head.encode() + b"content-length: %d\r\n\r\n" % len(content) + content
         _, connection = await loop.create_connection(functools.partial(Stream, request, count), "127.0.0.1", port)
-        made.append(connection)
+        begun.append(connection)
     try:
         yield count
     finally:
-        for connection in made:
+        for connection in begun:
             connection.close()
 
 
@@ -401,13 +403,13 @@ def against_litellm(python: str, seconds: float, streams: int = 32, max_tokens: 
         path, body = request("openai", account, max_tokens)
         with stub(folder), gateway(folder) as (server, port):
             ready(int(port))
-            ours = uvloop.run(measure(server, int(port), path, token, body, streams, seconds))
+            hearth = uvloop.run(measure(server, int(port), path, token, body, streams, seconds))
         with process([sys.executable, "-m", "benchmarks.gateway.overhead", "--role", "openai-stub"]) as (_, upstream):
-            theirs = uvloop.run(litellm(python, folder, int(upstream), {**body, "model": "stub"}, streams, seconds))
-    record("gateway", f"openai, {streams} streams, full speed", ours.events_per_core, "events/s", bound=EVENTS_BOUND)
+            proxied = uvloop.run(litellm(python, folder, int(upstream), {**body, "model": "stub"}, streams, seconds))
+    record("gateway", f"openai, {streams} streams, full speed", hearth.events_per_core, "events/s", bound=EVENTS_BOUND)
     peer = f"LiteLLM proxy {version(python)}"
-    record("gateway", f"openai, {streams} streams, full speed", theirs.events_per_core, "events/s", peer=peer)
-    ratio = ours.events_per_core / theirs.events_per_core
+    record("gateway", f"openai, {streams} streams, full speed", proxied.events_per_core, "events/s", peer=peer)
+    ratio = hearth.events_per_core / proxied.events_per_core
     record("gateway", f"openai, {streams} streams, events per core, ratio", ratio, "×", bound=LITELLM_RATIO, peer=peer)
 
 
@@ -427,7 +429,7 @@ async def litellm(
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
     quiet = {"env": environment, "stderr": subprocess.DEVNULL}
-    with process(arguments, said="", **quiet) as (proxy, _):
+    with process(arguments, ready_line="", **quiet) as (proxy, _):
         await asyncio.to_thread(ready, port, "/health/liveliness")
         return await measure(proxy, port, "/v1/chat/completions", LITELLM_KEY, body, streams, seconds)
 

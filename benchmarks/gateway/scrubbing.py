@@ -70,13 +70,13 @@ def main() -> None:
     if options.once:
         print(json.dumps(measure()))
         return
-    found: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
+    rounds: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     for _ in range(options.pairs):
         for name, more in (("without", {}), ("with", SCRUBBING)):
             command = [sys.executable, "-m", "benchmarks.gateway.scrubbing", "--once"]
-            said = subprocess.run(command, env={**os.environ, **more}, stdout=subprocess.PIPE, check=True).stdout
-            found[name].append(json.loads(said.splitlines()[-1]))
-    for name, pairs in found.items():
+            printed = subprocess.run(command, env={**os.environ, **more}, stdout=subprocess.PIPE, check=True).stdout
+            rounds[name].append(json.loads(printed.splitlines()[-1]))
+    for name, pairs in rounds.items():
         rates, first_ms = zip(*pairs, strict=True)
         record("scrubbing", f"{name}, {SEQUENCES} sequences", statistics.median(rates), "tokens/CPU s")
         record("scrubbing", f"{name}, first token of {PROMPT}", statistics.median(first_ms), "CPU ms")

@@ -52,9 +52,9 @@ class Load:
         return {"Authorization": f"Bearer {self._dice.choice(self._tokens)}"}
 
     def _body(self, **more: Any) -> dict[str, Any]:
-        said = " ".join(self._dice.choices(WORDS, k=self._dice.randint(3, 120)))
+        prompt = " ".join(self._dice.choices(WORDS, k=self._dice.randint(3, 120)))
         system = f"You are assistant number {self._dice.randint(1, 20)}. " + "Be brief. " * 10
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": said}]
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
         return {"messages": messages, "max_tokens": self._dice.randint(1, 40), **more}
 
     async def _whole(self) -> str:
@@ -107,13 +107,13 @@ class Load:
 
 def measured(hearth: Hearth) -> dict[str, tuple[float, int, int]]:
     """By process: memory of its own in MB, descriptors, threads."""
-    found = {}
+    usage = {}
     for process in hearth.processes():
         words = " ".join(process.cmdline())
         name = next((name for name in ("replica", "machine") if f"engine.{name}" in words), "gateway")
         memory = process.memory_full_info().uss / 1e6
-        found[name] = (memory, process.num_fds(), process.num_threads())
-    return found
+        usage[name] = (memory, process.num_fds(), process.num_threads())
+    return usage
 
 
 async def run(minutes: float, clients: int, seed: int) -> None:

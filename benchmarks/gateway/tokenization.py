@@ -105,10 +105,10 @@ def a_chat() -> None:
         assert text.encode_chat(turns, spread=True) == ids
 
         def whole(spread: bool) -> None:
-            asked = dialect.read(body, b"", None, 7)
-            assert isinstance(asked, GenerationRequest)
-            assert asked.prompt.messages is not None
-            text.encode_chat(asked.prompt.messages, asked.prompt.tools, spread=spread)
+            prompt = dialect.read(body, b"", None, 7)
+            assert isinstance(prompt, GenerationRequest)
+            assert prompt.prompt.messages is not None
+            text.encode_chat(prompt.prompt.messages, prompt.prompt.tools, spread=spread)
 
         rendered = "\n".join(turn["content"] for turn in turns)
         alone = best_ms(lambda: encode_ids(text._tokenizer, rendered))
@@ -119,13 +119,16 @@ def a_chat() -> None:
 
 
 def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str, Any], prose: str) -> float:
-    """Of processor time for each token: decoded, looked through, and written as an event."""
-    asked = dialect.read(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
-    assert isinstance(asked, GenerationRequest)
+    """Microseconds of processor time for each token: decoded, searched for calls, and written as an event."""
+    prompt = dialect.read(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
+    assert isinstance(prompt, GenerationRequest)
     steps = [OutputDelta(0, [id]) for id in model.tokenizer.encode_prompt(prose)[:EVENTS]]
     best = float("inf")
     for _ in range(9):
-        choice, reply = CompletionBuilder(model, asked.prompt, False), asked.reply(model.name, "0" * 36, 1_800_000_000)
+        choice, reply = (
+            CompletionBuilder(model, prompt.prompt, False),
+            prompt.reply(model.name, "0" * 36, 1_800_000_000),
+        )
         reply.begin(5, 0)
         began = time.process_time()
         for step in steps:
@@ -153,8 +156,8 @@ def events() -> None:
     tools = events_us(model, ChatDialect(), None, {**chat, "tools": TOOLS}, prose)
     record("text", "a token event, chat, tools offered", tools, "µs", bound=round(1.2 * plain["chat"], 2))
     same = events_us(model, ChatDialect(), None, chat, document)
-    held = events_us(model, ChatDialect(), None, {**chat, "response_format": {"type": "json_object"}}, document)
-    record("text", "a token event, chat, a JSON document", held, "µs", bound=round(1.2 * same, 2))
+    constrained = events_us(model, ChatDialect(), None, {**chat, "response_format": {"type": "json_object"}}, document)
+    record("text", "a token event, chat, a JSON document", constrained, "µs", bound=round(1.2 * same, 2))
 
 
 if __name__ == "__main__":

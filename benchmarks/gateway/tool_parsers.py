@@ -29,7 +29,7 @@ DENSE: Final = [{"k": [1, True, None], "n": {"a": "b"}}] * 300
 
 def call(format: str, value: object) -> str:
     """A call of `write` with one argument, as a model of this format writes it."""
-    said = json.dumps({"text": value})
+    encoded = json.dumps({"text": value})
     match format:
         case "pythonic":
             return f"[write(text={value!r})]"
@@ -37,21 +37,21 @@ def call(format: str, value: object) -> str:
             text = value if isinstance(value, str) else json.dumps(value)
             return f"<tool_call>\n<function=write>\n<parameter=text>\n{text}\n</parameter>\n</function>\n</tool_call>"
         case "hermes":
-            return f'<tool_call>\n{{"name": "write", "arguments": {said}}}\n</tool_call>'
+            return f'<tool_call>\n{{"name": "write", "arguments": {encoded}}}\n</tool_call>'
         case "mistral":
-            return f'[TOOL_CALLS] [{{"name": "write", "arguments": {said}}}]'
+            return f'[TOOL_CALLS] [{{"name": "write", "arguments": {encoded}}}]'
         case "mistral_named":
-            return f"[TOOL_CALLS]write[ARGS]{said}"
+            return f"[TOOL_CALLS]write[ARGS]{encoded}"
         case "kimi":
-            inner = f"functions.write:0<|tool_call_argument_begin|>{said}<|tool_call_end|>"
+            inner = f"functions.write:0<|tool_call_argument_begin|>{encoded}<|tool_call_end|>"
             return f"<|tool_calls_section_begin|><|tool_call_begin|>{inner}<|tool_calls_section_end|>"
         case "deepseek":
-            inner = f"write<｜tool▁sep｜>{said}<｜tool▁call▁end｜>"
+            inner = f"write<｜tool▁sep｜>{encoded}<｜tool▁call▁end｜>"
             return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{inner}<｜tool▁calls▁end｜>"
         case "deepseek_fenced":
-            inner = f"function<｜tool▁sep｜>write\n```json\n{said}\n```<｜tool▁call▁end｜>"
+            inner = f"function<｜tool▁sep｜>write\n```json\n{encoded}\n```<｜tool▁call▁end｜>"
             return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{inner}<｜tool▁calls▁end｜>"
-    return f'{{"name": "write", "arguments": {said}}}'
+    return f'{{"name": "write", "arguments": {encoded}}}'
 
 
 def piece_us(parser: Callable[[], OutputParser], text: str) -> float:
@@ -69,13 +69,13 @@ def piece_us(parser: Callable[[], OutputParser], text: str) -> float:
 
 def main() -> None:
     for name, format in TOOL_FORMATS.items():
-        made = format({})
+        tool_format = format({})
         for shape, text in (
             ("prose", PROSE),
             ("text in arguments", call(name, PROSE)),
             ("punctuation in arguments", call(name, DENSE)),
         ):
-            record("calls", f"{name}, {shape}", piece_us(lambda: made.parser(TOOLS, AUTO), text), "µs")  # noqa: B023
+            record("calls", f"{name}, {shape}", piece_us(lambda: tool_format.parser(TOOLS, AUTO), text), "µs")  # noqa: B023
     thinking = TOOL_FORMATS["hermes"]({})
     for shape, text in (("thought", f"<think>{PROSE}</think>"), ("prose behind a thought", f"<think></think>{PROSE}")):
         record(

@@ -75,7 +75,7 @@ class Seen:
         return sum(self.served.values()) / self.seconds
 
     def jain(self) -> float:
-        """Of what accounts were served over what they were due: what they asked for, up to an equal level."""
+        """The Jain index of service over what accounts were due: what they asked for, up to an equal level."""
         due, left, total = dict[int, float](), dict(self.asked), float(sum(self.served.values()))
         while left:
             level = (total - sum(due.values())) / len(left)
@@ -176,13 +176,13 @@ class Run:
     def _progress(self, frame: StepOutputs, now: float, counting: bool) -> None:
         seen = self.seen
         for id, count in zip(frame.ids, frame.counts, strict=True):
-            asked = self._open[id]
-            if not asked.begun and counting:
-                seen.served[asked.account] += PROMPT_TOKEN * asked.prompt_tokens
-                if asked.account != AGGRESSOR:
-                    seen.first_token_s.append(now - asked.at_s)
-            asked.begun = True
-            seen.served[asked.account] += GENERATED_TOKEN * count * counting
+            request = self._open[id]
+            if not request.begun and counting:
+                seen.served[request.account] += PROMPT_TOKEN * request.prompt_tokens
+                if request.account != AGGRESSOR:
+                    seen.first_token_s.append(now - request.at_s)
+            request.begun = True
+            seen.served[request.account] += GENERATED_TOKEN * count * counting
         for finish in frame.finished:
             del self._open[finish.id]
 

@@ -45,19 +45,19 @@ def auc(some: list[float], others: list[float]) -> float:
         end = at
         while end < len(ranked) and ranked[end][0] == ranked[at][0]:
             end += 1
-        theirs = sum(side for _, side in ranked[at:end])
-        ours = end - at - theirs
-        wins += theirs * (below + ours / 2)
-        below, at = below + ours, end
+        right = sum(side for _, side in ranked[at:end])
+        left = end - at - right
+        wins += right * (below + left / 2)
+        below, at = below + left, end
     return wins / (len(some) * len(others))
 
 
 def ks_p(some: list[float], others: list[float]) -> float:
     """The two-sided p of the Kolmogorov-Smirnov test, by its asymptotic distribution as Numerical Recipes has it."""
-    distance = here = there = 0.0
+    distance = left = right = 0.0
     for _, side in sorted([(value, 0) for value in some] + [(value, 1) for value in others]):
-        here, there = here + (not side) / len(some), there + side / len(others)
-        distance = max(distance, abs(here - there))
+        left, right = left + (not side) / len(some), right + side / len(others)
+        distance = max(distance, abs(left - right))
     root = sqrt(len(some) * len(others) / (len(some) + len(others)))
     scaled = (root + 0.12 + 0.11 / root) * distance
     if scaled < 0.2:
@@ -76,10 +76,10 @@ class Asker:
     def ask(self, prompt: str) -> tuple[float, int, int]:
         """Seconds until the whole answer of one token is there; the prompt's tokens, and how many were cached."""
         began = time.perf_counter()
-        said = self._client.post(self._path, json={"prompt": prompt, "max_tokens": 1})
+        response = self._client.post(self._path, json={"prompt": prompt, "max_tokens": 1})
         took_s = time.perf_counter() - began
-        assert said.status_code == 200, said.text
-        usage = said.json()["result"]["usage"]
+        assert response.status_code == 200, response.text
+        usage = response.json()["result"]["usage"]
         return took_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -94,10 +94,10 @@ def measure(hearth: Hearth, triples: int, words: int, pick: random.Random) -> di
     times: dict[str, list[float]] = {"cold": [], "cross": [], "same": []}
     for number in range(WARM_UP + triples):
         cold, shared, own = prompt(), prompt(), prompt()
-        for kind, asked in pick.sample([("cold", cold), ("cross", shared), ("same", own)], 3):
+        for kind, request in pick.sample([("cold", cold), ("cross", shared), ("same", own)], 3):
             if kind != "cold":
-                (tenant if kind == "cross" else stranger).ask(asked)
-            took_s, tokens, cached = stranger.ask(asked)
+                (tenant if kind == "cross" else stranger).ask(request)
+            took_s, tokens, cached = stranger.ask(request)
             expected = (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS if kind == "same" else 0
             assert cached == expected, f"{kind}: {cached} of {tokens} tokens were cached, {expected} should be"
             if number >= WARM_UP:
@@ -106,18 +106,18 @@ def measure(hearth: Hearth, triples: int, words: int, pick: random.Random) -> di
 
 
 def main() -> int:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--triples", type=int, default=1000)
-    asked.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--triples", type=int, default=1000)
+    parser.add_argument(
         "--words", type=int, default=100, help="of each prompt: the control needs prompts that take time"
     )
-    asked.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    options = asked.parse_args()
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    options = parser.parse_args()
     print("seed", options.seed)
     with tempfile.TemporaryDirectory(dir="/tmp") as name, serving(Path(name)) as hearth:
         times = measure(hearth, options.triples, options.words, random.Random(options.seed))
-    for kind, taken in times.items():
-        print(f"    {kind:6} median {statistics.median(taken):.3f} ms")
+    for kind, times_ms in times.items():
+        print(f"    {kind:6} median {statistics.median(times_ms):.3f} ms")
     control, cross = auc(times["same"], times["cold"]), auc(times["cross"], times["cold"])
     p = ks_p(times["cross"], times["cold"])
     shape = f"{options.triples} triples: "

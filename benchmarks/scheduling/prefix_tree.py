@@ -90,9 +90,9 @@ def leaves(pick: random.Random) -> Pool:
 def chain(pick: random.Random) -> Pool:
     pool = Pool(2 * POOL)
     while pool.tree.cached_blocks < POOL:
-        wanted = prompt(pick, BLOCK_TOKENS * 500)
-        for end in range(len(wanted), 0, -BLOCK_TOKENS):
-            pool.tree.release(pool.add(namespace(0), wanted[:end]))
+        prompt_ids = prompt(pick, BLOCK_TOKENS * 500)
+        for end in range(len(prompt_ids), 0, -BLOCK_TOKENS):
+            pool.tree.release(pool.add(namespace(0), prompt_ids[:end]))
     return pool
 
 
@@ -120,12 +120,12 @@ def built(shape: str, build: Callable[[random.Random], Pool], pick: random.Rando
     tracemalloc.start()
     pool = build(pick)
     gc.collect()
-    held, _ = tracemalloc.get_traced_memory()
+    held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     record(
         "prefix_tree",
         f"{shape}: memory per cached block",
-        held / pool.tree.cached_blocks,
+        held_bytes / pool.tree.cached_blocks,
         "bytes",
         bound=BYTES_PER_BLOCK,
     )
@@ -135,16 +135,16 @@ def built(shape: str, build: Callable[[random.Random], Pool], pick: random.Rando
 def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> None:
     pick = random.Random(1)
     pool = built(shape, build, pick)
-    space, wanted = namespace(1), prompt(pick, LONG_TOKENS)
-    pool.tree.release(pool.add(space, wanted))
+    space, prompt_ids = namespace(1), prompt(pick, LONG_TOKENS)
+    pool.tree.release(pool.add(space, prompt_ids))
     gc.disable()
     leases: list[Lease] = []
-    matched = median_ms(lambda: leases.append(pool.match(space, wanted)), rounds)
+    matched = median_ms(lambda: leases.append(pool.match(space, prompt_ids)), rounds)
     assert all(lease.tokens == LONG_TOKENS for lease in leases)
     record("prefix_tree", f"{shape}: match of 32,768 cached tokens", matched, "ms", bound=MATCH_MS)
     for turn in range(1, 256):
-        pool.tree.release(pool.match(space, wanted[: turn * LONG_TOKENS // 256]))
-    matched = median_ms(lambda: leases.append(pool.match(space, wanted)), rounds)
+        pool.tree.release(pool.match(space, prompt_ids[: turn * LONG_TOKENS // 256]))
+    matched = median_ms(lambda: leases.append(pool.match(space, prompt_ids)), rounds)
     record("prefix_tree", f"{shape}: match of 32,768 cached tokens in 256 turns", matched, "ms", bound=MATCH_MS)
     fresh = iter([prompt(pick, LONG_TOKENS) for _ in range(rounds)])
 
@@ -166,9 +166,9 @@ def measure(shape: str, build: Callable[[random.Random], Pool], rounds: int) -> 
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--rounds", type=int, default=40, help="repetitions of each measurement (default: 40)")
-    rounds = asked.parse_args().rounds
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="repetitions of each measurement (default: 40)")
+    rounds = parser.parse_args().rounds
     copied = prompt(random.Random(2), LONG_TOKENS)
     bound = median_ms(lambda: bytes(copied.tobytes()) == copied.tobytes(), 200)
     record("prefix_tree", "bound: copying and comparing the bytes of 32,768 tokens", bound, "ms")

@@ -152,9 +152,9 @@ def choosing(groups: int, members: int) -> float:
     for _ in range(101):
         chooser.invalidate()
         began = time.process_time_ns()
-        found = chooser.segments(sequences)
+        segments = chooser.segments(sequences)
         spent.append((time.process_time_ns() - began) / 1e6)
-        assert len(found) == groups
+        assert len(segments) == groups
     return sorted(spent)[50]
 
 

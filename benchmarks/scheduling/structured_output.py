@@ -188,10 +188,10 @@ def measure_peer(folder: Path, name: str) -> None:
     peer, size = Peer(spellings, VOCABULARY - 1), f"schema of {len(SOURCE)} bytes"
     record("grammars", f"memory of a vocabulary of {VOCABULARY}", resident_mb() - before_mb, "MB", peer=name)
     before_mb = resident_mb()
-    kept, took_ms = [], []
+    retained, took_ms = [], []
     for number in range(5):
         schema = json.loads(SOURCE.replace("field_0", f"other_{number}"))
-        took_ms.append(processor_ms(lambda schema=schema: kept.append(peer.compile(schema))))  # type: ignore[misc]
+        took_ms.append(processor_ms(lambda schema=schema: retained.append(peer.compile(schema))))  # type: ignore[misc]
     record("grammars", f"first use of a {size}, off the loop", statistics.median(took_ms), "ms", peer=name)
     record("grammars", f"memory of a compiled {size}", (resident_mb() - before_mb) / 5, "MB", peer=name)
     for shape, schema in (("object", {"type": "object"}), (size, json.loads(SOURCE))):
@@ -202,12 +202,12 @@ def measure_peer(folder: Path, name: str) -> None:
 
 
 def schemas(suite: Path) -> list[Any]:
-    """Of all drafts, each once."""
-    found: dict[str, Any] = {}
+    """The schemas of all drafts, each once."""
+    cases: dict[str, Any] = {}
     for draft in DRAFTS:
         for path in sorted((suite / "tests" / draft).rglob("*.json")):
-            found |= {json.dumps(case["schema"]): case["schema"] for case in json.loads(path.read_text())}
-    return list(found.values())
+            cases |= {json.dumps(case["schema"]): case["schema"] for case in json.loads(path.read_text())}
+    return list(cases.values())
 
 
 def count(judged: Counter[Judgement], peer: str | None) -> None:
@@ -220,11 +220,11 @@ def count(judged: Counter[Judgement], peer: str | None) -> None:
 
 
 def measure_suite(suite: Path, peer_name: str | None) -> None:
-    asked = schemas(suite)
+    suite_schemas = schemas(suite)
     with contextlib.closing(StructuredOutputManager(EMBER, 1)) as grammars:
         grammars.wait_ready()
         scribe, judged = Scribe(grammars, STOP_ID), Counter[Judgement]()
-        for schema in asked:
+        for schema in suite_schemas:
             each = judge(scribe, schema, compiled(grammars, json.dumps(schema), cache=False), SEEDS)
             judged[each.judgement] += 1
             if each.judgement == Judgement.WRONG:
@@ -233,8 +233,8 @@ def measure_suite(suite: Path, peer_name: str | None) -> None:
         if peer_name is not None:
             peer = Peer(scribe.bytes, STOP_ID)
             scribe = Scribe(peer, STOP_ID)
-            found = (judge(scribe, schema, PeerCompilation(peer, schema), SEEDS) for schema in asked)
-            count(Counter(each.judgement for each in found), peer_name)
+            judgements = (judge(scribe, schema, PeerCompilation(peer, schema), SEEDS) for schema in suite_schemas)
+            count(Counter(each.judgement for each in judgements), peer_name)
 
 
 def measure_engine() -> None:
@@ -244,13 +244,13 @@ def measure_engine() -> None:
     engine, grammar = BenchEngine(model, "cpu"), Grammar(GrammarKind.JSON_SCHEMA, grammar_source(1000))
     took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
     with contextlib.closing(engine.grammars()) as grammars:
-        for asked in (grammar, None) * 5:
+        for format_ in (grammar, None) * 5:
             with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
                 for number in range(SEQUENCES):
-                    session.submit([2, 3, 40 + number], 4 * DECODED, temperature=1.0, grammar=asked)
+                    session.submit([2, 3, 40 + number], 4 * DECODED, temperature=1.0, grammar=format_)
                 session.run_until_all_stream()
-                took_ms[asked].append(processor_ms(lambda session=session: session.steps_ms(DECODED)) / DECODED)  # type: ignore[misc]
-    on_ms, off_ms = (statistics.median(took_ms[asked]) for asked in (grammar, None))
+                took_ms[format_].append(processor_ms(lambda session=session: session.steps_ms(DECODED)) / DECODED)  # type: ignore[misc]
+    on_ms, off_ms = (statistics.median(took_ms[format_]) for format_ in (grammar, None))
     record("grammars", f"engine, {SEQUENCES} sequences, built-in model, without a grammar", off_ms, "ms per step")
     record("grammars", f"engine, {SEQUENCES} sequences, built-in model, with one", on_ms, "ms per step")
     record(

@@ -67,12 +67,12 @@ SIZE: Final = RequestSize(micro_neurons=250_000, min_micro_neurons=60_000, input
 
 async def new_subjects(store: Store, kind: "Kind") -> list[tuple[str, str, list[tuple[str, Limits]]]]:
     """Accounts with a token each, and all whose limits a call of a `small` model is measured against."""
-    accounts, made = AccountService(store, SECRET), []
+    accounts, tokens = AccountService(store, SECRET), []
     for number in range(ACCOUNTS):
         account = await accounts.create(f"account-{number}", kind.of_account)
         token, _ = await accounts.mint(account.id, "benchmark", limits=kind.of_token)
-        made.append((account.id, token.id, limited_subjects(account.limits, token.id, kind.of_token, "small")))
-    return made
+        tokens.append((account.id, token.id, limited_subjects(account.limits, token.id, kind.of_token, "small")))
+    return tokens
 
 
 def hold_of(number: int, account_id: str, token_id: str, subjects: list[tuple[str, Limits]]) -> Hold:
@@ -143,8 +143,8 @@ async def on_redis(folder: Path, options: argparse.Namespace) -> None:
             put_down(f"Redis, {named(kind, options.rate)}: from asking to the answer", times)
             with redis.Redis.from_url(server.url) as client:
                 calls = client.slowlog_get(LOGGED)
-            ours = [one["duration"] for one in calls if scripts.RESERVE.sha.encode() in one["command"]]
-            put_down(f"Redis, {named(kind, options.rate)}: the Lua call", ours)
+            durations = [one["duration"] for one in calls if scripts.RESERVE.sha.encode() in one["command"]]
+            put_down(f"Redis, {named(kind, options.rate)}: the Lua call", durations)
         await store.close()
     finally:
         server.close()

@@ -88,10 +88,10 @@ async def measure_race(url: str, folder: Path) -> tuple[int, float]:
             return None
 
     admitted = [got for got in await asyncio.gather(*map(client, range(200))) if got]
-    held = sum(reservation.held for reservation in admitted)
+    reserved = sum(reservation.held for reservation in admitted)
     for store in stores:
         await store.close()
-    return max(0, held - 3_750_000), len(admitted)
+    return max(0, reserved - 3_750_000), len(admitted)
 
 
 async def measure_burst(store: Store, folder: Path) -> float:

@@ -1,13 +1,13 @@
-"""Finds the fastest way to multiply, per shape and number of rows, and writes the table that choices.py reads: for
-weights in bf16 by few rows, and for the same in 12 bits a number by any.
+"""Finds the fastest way to multiply, per shape and number of rows, and writes the table that kernels/tuning.py
+reads: for weights in bf16 by few rows, and for the same in 12 bits a number by any.
 
     python -m benchmarks.engine.linear --write                  every shape, on the GPU at hand
     python -m benchmarks.engine.linear --only bf12 --models llama-3.1-8b --rows 1,8
 
-First each way is measured alone (alone.py). Then those of a decode step compete in their model's whole chain of matmuls
-and norms (chain.py), whose winners the table has in the end; the ratio to bf16 stays that of a matrix alone.
+First each way is measured alone (alone.py). Then the ways for a decode step compete in their model's whole chain of
+matmuls and norms (chain.py), whose winners the table gets; the ratio to bf16 stays that of a matrix alone.
 
-Beside each time stand the bound, max(bytes of the weight ÷ 4.3 TB/s, FLOP ÷ 790 T), and the best of each kernel.
+Each time is printed beside the bound, max(bytes of the weight ÷ 4.3 TB/s, FLOP ÷ 790 T), and the best of each kernel.
 """
 
 import argparse
@@ -48,17 +48,17 @@ def main() -> None:
     processes.set_forkserver_preload([alone.__name__])
     with processes.Pool(options.processes) as pool:
         compile_all(works, pool, options.processes)
-    found, results = Found(table_path(device_name(GPU)), options.write), {}
+    findings, results = Found(table_path(device_name(GPU)), options.write), {}
     # A process for each work: where a kernel goes astray, no other is lost.
     with NamedTemporaryFile() as lock, processes.Pool(options.processes, maxtasksperchild=1) as pool:
         for measured in done(pool, partial(measure, lock=Path(lock.name)), works):
             results[measured.work] = measured
-            found.add(measured)
+            findings.add(measured)
     if options.chain_seconds:
         try:
             for is_coded in storages_of(options.only):
                 for name in models:
-                    tune(name, is_coded, results, options.chain_seconds, found)
+                    tune(name, is_coded, results, options.chain_seconds, findings)
         except DeviceLostError as error:
             print(f"{error.__cause__!r}: what was found until now is kept.", file=sys.stderr)
 

@@ -1,7 +1,7 @@
 """How long each way to multiply takes alone: in a CUDA graph over several copies of the weight, more than the L2 cache
-holds, as a decode step reads each weight once. Few rows are each behind a norm, as there, and its time alone is taken
-off: what begins while the norm ends gains by it. Float32 parts are charged with reading them. A process for each shape
-and number of rows loads its kernels beside the others, and only one at a time replays its graphs.
+holds, as a decode step reads each weight once. Few rows come behind a norm, as in a step, and the norm's own time is
+subtracted: a kernel that begins while the norm ends gains by it. Float32 parts are charged with reading them. A process
+for each shape and number of rows loads its kernels beside the others, and only one at a time replays its graphs.
 """
 
 import fcntl
@@ -91,9 +91,9 @@ def as_bf16(gated: bool) -> Call:
     return lambda x_TK, weight_NK: GpuLinear(weight_NK).gated(x_TK) if gated else GpuLinear(weight_NK)(x_TK)
 
 
-def in_parts(found: Tensor) -> Tensor:
+def in_parts(parts: Tensor) -> Tensor:
     """[P, T, N], whatever multiplied."""
-    return found if found.ndim == 3 else found[None]
+    return parts if parts.ndim == 3 else parts[None]
 
 
 def parts_us(found_PTN: Tensor) -> float:
@@ -222,11 +222,11 @@ def measure(work: Work, lock: Path) -> Measured:
     torch.cuda.synchronize()
     with alone(lock):
         first = {way.tiling: bench.us(way, 1) for way in ways}
-        kept = finalists(first)
-        found = [Timed(bench.us(way, _REPEATS), way.tiling) for way in ways if way.tiling in kept]
-        others = [Timed(us, tiling) for tiling, us in first.items() if tiling not in kept]
-        found.sort(key=lambda timed: timed.us)
-        return Measured(work, found, others, bench.us(peer, _REPEATS))
+        best = finalists(first)
+        final_times = [Timed(bench.us(way, _REPEATS), way.tiling) for way in ways if way.tiling in best]
+        others = [Timed(us, tiling) for tiling, us in first.items() if tiling not in best]
+        final_times.sort(key=lambda timed: timed.us)
+        return Measured(work, final_times, others, bench.us(peer, _REPEATS))
 
 
 def finalists(first: dict[AnyTiling | None, float]) -> set[AnyTiling | None]:

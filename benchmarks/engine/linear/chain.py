@@ -1,8 +1,9 @@
 """Which ways to multiply are the fastest together: a model's layers and its head, with their norms, in one CUDA graph
-as in a decode step, each weight in its own place. What is fastest alone need not be there, where kernels begin while
-others end. So one matrix after the other tries its ways within the whole, and keeps what is clearly better.
+as in a decode step, each weight in its own place. The fastest way alone need not be the fastest there, where kernels
+begin while others end. So one matrix after the other tries its ways within the whole, and keeps a way that is clearly
+better.
 
-What is between the two matmuls of attention is not there. Parts of qkv, which it would read, are charged as alone.
+Attention itself is left out. Parts of qkv, which it would read, are charged as in alone.py.
 """
 
 import math
@@ -160,7 +161,7 @@ def is_alive() -> bool:
     return True
 
 
-def tune(name: str, is_coded: bool, alone: Mapping[Work, Measured], seconds: float, found: Found) -> None:
+def tune(name: str, is_coded: bool, alone: Mapping[Work, Measured], seconds: float, findings: Found) -> None:
     """For each number of rows of a decode step at which all matrices were measured alone."""
     model = MODELS[name]
     buckets = buckets_with_all(model, is_coded, alone)
@@ -177,7 +178,7 @@ def tune(name: str, is_coded: bool, alone: Mapping[Work, Measured], seconds: flo
         choices = {shape: alone[work].best.tiling for shape, work in works.items()}
         for step in descend(choices, {shape: worth_trying(alone[work]) for shape, work in works.items()}, chain_ms):
             choices[step.shape] = step.became
-            found.change(alone[works[step.shape]], step.became)
+            findings.change(alone[works[step.shape]], step.became)
             print(
                 f"{name} {works[step.shape].key}, {rows} rows: {step.was} → {step.became}, chain {step.before_ms:.3f} "
                 f"→ {step.after_ms:.3f} ms, ÷ bf16 {step.after_ms / bf16_ms:.3f}", flush=True,
@@ -185,7 +186,7 @@ def tune(name: str, is_coded: bool, alone: Mapping[Work, Measured], seconds: flo
             if monotonic() > until_s:
                 break
         bound_ms = sum(work.bound_us * model.copies(shape) for shape, work in works.items()) / 1e3
-        found.whole(name, rows, is_coded, attempt(chain_ms, choices), bf16_ms, bound_ms)
+        findings.whole(name, rows, is_coded, attempt(chain_ms, choices), bf16_ms, bound_ms)
 
 
 def buckets_with_all(model: Model, is_coded: bool, alone: Mapping[Work, Measured]) -> list[int]:

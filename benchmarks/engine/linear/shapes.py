@@ -20,7 +20,7 @@ BYTES_PER_S: Final = 4.3e12
 _FLOP_PER_S: Final = 790e12
 _SHARED_BYTES: Final = 200 << 10
 _FEW_ROWS = 64  # for which Hopper's tiles, made for more, never won
-_WORDS_LEAST: Final = 2  # of a thread at once: coded.py takes no fewer
+_WORDS_MIN: Final = 2  # of a thread at once: bf12_linear.py takes no fewer
 _HEAD_ROWS_MOST: Final = 512  # a head multiplies a row of each sequence, not of each token
 
 Shape = tuple[int, int, bool]  # outputs, inputs, gated
@@ -111,7 +111,7 @@ def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Line
         grid = product((4, 8, 16, 32), (256, 512, 1024), (1, 2, 4), (2, 3, 4), (2, 4))
     else:
         grid = product((32, 64, 128), (64, 128, 256), (1, 2, 3, 4), (3, 4, 5, 6), (4, 8))
-    found = []
+    tilings = []
     for block_n, block_k, parts, stages, warps in grid:
         weights = 2 if gated else 1
         programs = outputs // weights // block_n * parts
@@ -124,8 +124,8 @@ def candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Line
             continue
         if bucket > 1 and (warps == 8) != (block_n * weights * max(64, bucket) > 64 * 128):
             continue
-        found.append(LinearTiling(block_n, block_k, parts, stages, warps))
-    return found
+        tilings.append(LinearTiling(block_n, block_k, parts, stages, warps))
+    return tilings
 
 
 def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> list[Bf12Tiling]:
@@ -141,18 +141,18 @@ def coded_candidates(outputs: int, inputs: int, bucket: int, gated: bool) -> lis
     elif bucket <= 64:
         grid += product((64,), (1,), (1, 2, 4), (2, 3, 4), (4,), (4,))
         grid += product((32,), (1,), (1, 2, 4), (3, 4), (2,), (4,)) if bucket <= 16 else [(128, 1, 2, 3, 8, 4)]
-    found = []
+    tilings = []
     for block_n, blocks, parts, stages, warps, joined in grid:
         if (gated and parts > 1) or inner % block_n or inputs % (8 * lanes * blocks):
             continue
         programs, turns = inner // block_n * parts, inputs // (8 * lanes * blocks) // parts
-        if turns < 1 or (parts > 1 and programs > 1600) or block_n * blocks * lanes < _WORDS_LEAST * 32 * warps:
+        if turns < 1 or (parts > 1 and programs > 1600) or block_n * blocks * lanes < _WORDS_MIN * 32 * warps:
             continue
         read = 8 * lanes * blocks * (1.5 * block_n * weights + (2 * max(16, bucket) if joined else 2))
         if (stages - 1) * read > _SHARED_BYTES:
             continue
-        found.append(Bf12Tiling(block_n, blocks, parts, stages, warps, joined))
-    return found
+        tilings.append(Bf12Tiling(block_n, blocks, parts, stages, warps, joined))
+    return tilings
 
 
 def tilings_of(work: Work, device: torch.device) -> list[AnyTiling]:

@@ -1,4 +1,4 @@
-"""What the tuner finds: the table that choices.py reads, as it comes to be, and the figures. It measures nothing."""
+"""The findings of the tuner: the table that kernels/tuning.py reads, and the figures. It measures nothing."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def numbers_of(tiling: AnyTiling | None) -> list[Any] | None:
         return None
     if isinstance(tiling, LinearTiling):
         return [*astuple(tiling)]
-    kernel = next(name for name, made in BF12_KERNELS.items() if isinstance(tiling, made))
+    kernel = next(name for name, type_ in BF12_KERNELS.items() if isinstance(tiling, type_))
     return [kernel, *astuple(tiling)]
 
 

@@ -24,7 +24,7 @@ def test_any_outputs_of_several_matrices(inputs: int) -> None:
 
 
 def test_all_values() -> None:
-    """Those of 16 exponents at a time, with a base that has codes for most of them."""
+    """Values of 16 exponents at a time, with a base that has codes for most of them."""
     values = every_value().view(-1)
     exponents = values.view(torch.int16).int() >> 7 & 0xFF
     for first in range(0, 256, 16):
