@@ -1,10 +1,10 @@
 """The audit log: who did what to an account, in a chain that shows when it was altered. It does not know who may ask.
 
 Each entry's seal is HMAC-SHA256, under a key of the server's secret, of the seal before it and of the entry itself. So
-an entry cannot be changed, taken out or put in without the secret, and `verify` says where it was tried. What a chain
-alone cannot show is that its end was cut off: keep a head that `verify` told, and give it to the next one.
+an entry cannot be changed, taken out or put in without the secret, and `verify` says where it was tried. A chain
+alone cannot show that its end was cut off: keep a head that `verify` returned, and give it to the next one.
 
-An account's entries are one chain; what concerns no one account, such as plans, is the chain of "".
+An account's entries are one chain; the chain of "" has what concerns no one account, such as plans.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tenants.store.protocol import AuditStore, Clock
 
 SYSTEM: Final = ""  # the chain of what concerns no one account
 DETAIL_BYTES_MAX: Final = 4096
-APPENDS_MAX: Final = 50  # tries to be the next one beside other writers
+APPENDS_MAX: Final = 50  # tries to append beside other writers
 PAGE: Final = 500
 
 _encode = msgspec.json.Encoder(order="sorted").encode
@@ -31,7 +31,7 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 
 @dataclass(frozen=True, slots=True)
 class ChainVerdict:
-    """`problem` is None where all `entries` are as they were written; else it is the first one's at `seq`.
+    """`problem` is None where all `entries` are as they were written; else it is that of the entry `seq`.
 
     `head` is the last good seal, "" of an empty chain.
     """
@@ -43,7 +43,7 @@ class ChainVerdict:
 
 
 def fit_detail(detail: dict[str, Any], **kept: Any) -> dict[str, Any]:
-    """The detail, or of one that is too long its digest alone, and what is kept of it all the same."""
+    """The detail, or, where it is too long, its digest and the fields `kept`."""
     encoded = _encode(detail)
     if len(encoded) <= DETAIL_BYTES_MAX:
         return detail
@@ -59,7 +59,7 @@ class AuditLog:
         self._clock = clock
 
     async def write(self, account_id: str, actor: str, action: str, target: str, **detail: Any) -> AuditEntry:
-        """An entry, kept when this returns: call it before the effect is told to whoever asked for it.
+        """Stores an entry before it returns: call it before the caller hears of the effect.
 
         `actor` is a token's id or `command line`, `action` like `token.create`, `target` the id of what was acted on;
         `detail` is JSON, without any prompt or secret. Raises StoreUnavailable, ValueError for too much detail.
@@ -77,7 +77,7 @@ class AuditLog:
         raise RuntimeError(f"{APPENDS_MAX} others wrote to the audit log of {account_id!r} first")
 
     async def entries(self, account_id: str, first_seq: int = 1) -> AsyncIterator[AuditEntry]:
-        """From the first one on, in pages, as long as there are more."""
+        """Reads the chain from `first_seq` on, in pages."""
         while page := await self._store.entries(account_id, first_seq, PAGE):
             for entry in page:
                 yield entry
@@ -87,8 +87,8 @@ class AuditLog:
     async def verify(
         self, account_id: str, known_head: str | None = None, on_entry: Callable[[AuditEntry], None] | None = None
     ) -> ChainVerdict:
-        """Walks the chain. With a head that was told before, that must be in it: else its end was cut off."""
-        seq, before, found = 0, "", known_head in (None, "")
+        """Walks the chain. A head that was returned before must be in it: else its end was cut off."""
+        seq, before, head_found = 0, "", known_head in (None, "")
         async for entry in self.entries(account_id):
             seq += 1
             if (entry.seq, entry.account_id) != (seq, account_id):
@@ -96,10 +96,10 @@ class AuditLog:
             if not hmac.compare_digest(entry.seal, self._seal(before, entry)):
                 return ChainVerdict(seq - 1, before, seq, "this entry, or the one before it, is not what was written")
             before = entry.seal
-            found = found or before == known_head
+            head_found = head_found or before == known_head
             if on_entry is not None:
                 on_entry(entry)
-        if not found:
+        if not head_found:
             return ChainVerdict(seq, before, seq + 1, "the head that was told before is missing: the end was cut off")
         return ChainVerdict(seq, before)
 

@@ -1,9 +1,9 @@
 """Accounts as lines of JSON, out of one store and into another. It knows no paths and prints nothing.
 
 A header, the plans, then account by account itself, its tokens, its usage records by day and request id, its audit log;
-an end. Secrets of tokens are in no store, so here are their seals alone, which open under the same server's secret and
-no other. The end is an HMAC under that secret of all lines before it: a file that was cut or altered is not imported.
-What is not in it: open requests, rates of the running minute, notices on their way, idempotency keys, batches.
+an end. Secrets of tokens are in no store, so the file has their digests, which open under that server's secret alone.
+The end is an HMAC under that secret of all lines before it: a file that was cut or altered is not imported.
+The file lacks open requests, rates of the running minute, notices on their way, idempotency keys, batches.
 """
 
 import hmac
@@ -41,7 +41,7 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class _Header(_Line, frozen=True, tag="header"):
-    """`secret` tells the server's secret from others and nothing else of it."""
+    """`secret` is the fingerprint of the server's secret."""
 
     format: int
     made_at: int
@@ -91,7 +91,7 @@ _decode = msgspec.json.Decoder(_Any).decode
 
 
 def secret_fingerprint(secret: bytes) -> str:
-    """Tells secrets from each other, and nothing else of them."""
+    """A text that tells secrets apart and reveals nothing else of them."""
     return hmac.digest(secret, b"hearth fingerprint", "sha256").hex()[:16]
 
 
@@ -114,8 +114,8 @@ async def _lines(
 ) -> AsyncIterator[_Line]:
     yield _Header(FORMAT, now_s, secret_fingerprint(secret))
     plans = {account.plan.name: account.plan for account in accounts}
-    kept = {plan.name: plan for plan in await store.accounts.plans()} if whole else {}
-    for _, plan in sorted({**plans, **kept}.items()):
+    stored = {plan.name: plan for plan in await store.accounts.plans()} if whole else {}
+    for _, plan in sorted({**plans, **stored}.items()):
         yield _Plan(plan)
     if whole and audit:
         async for entry in _entries(store, SYSTEM):
@@ -123,9 +123,9 @@ async def _lines(
     for account in accounts:
         yield _account_line(account)
         for token in await store.accounts.tokens(account.id):
-            found = await store.accounts.token(token.id)
-            assert found is not None, f"token {token.id} of {account.id} is listed and not there"
-            yield _Token(found[0], list(found[1]))
+            row = await store.accounts.token(token.id)
+            assert row is not None, f"token {token.id} of {account.id} is listed and not there"
+            yield _Token(row[0], list(row[1]))
         if usage:
             async for record in _records(store, account.id, now_s):
                 yield record
@@ -152,7 +152,7 @@ async def _entries(store: Store, account_id: str) -> AsyncIterator[_Audit]:
 
 @dataclass(slots=True)
 class ImportCounts:
-    """How much of the file was not there yet; `accounts` are the ids of the new ones."""
+    """How many records of the file were missing here; `accounts` are the ids of the new ones."""
 
     accounts: list[str] = field(default_factory=list)
     plans: int = 0
@@ -166,20 +166,20 @@ class ImportCounts:
 
 
 async def inspect_export(file: BinaryIO, store: Store, secret: bytes, progress: ExportProgress) -> ImportCounts:
-    """Reads the whole file and compares it with the store; returns what bring_in() would add. Raises BadFile."""
+    """Compares the whole file with the store; returns what import_accounts() would add. Raises InvalidExport."""
     file.seek(0)
     _check_seal(file, secret, progress)
     return await _merge(file, store, progress, write=False)
 
 
 async def import_accounts(file: BinaryIO, store: Store, progress: ExportProgress) -> ImportCounts:
-    """Adds what is not there yet, of a file that look() has found to be good. What fails halfway, with
-    StoreUnavailable, is completed by a second call."""
+    """Adds the missing records of a file that inspect_export() accepted. After StoreUnavailable a second call completes
+    the import."""
     return await _merge(file, store, progress, write=True)
 
 
 def _check_seal(file: BinaryIO, secret: bytes, progress: ExportProgress) -> None:
-    """Raises BadFile for what is no export, another format or secret, cut, or altered."""
+    """Raises InvalidExport for what is no export, another format or secret, cut, or altered."""
     first = file.readline(LINE_BYTES_MAX)
     _check_header(first, secret)
     seal, lines, line = _sealer(secret), 0, first
@@ -222,9 +222,9 @@ def _sealer(secret: bytes) -> "hmac.HMAC":
 
 async def _merge(file: BinaryIO, store: Store, progress: ExportProgress, write: bool) -> ImportCounts:
     file.seek(0)
-    kept = {plan.name: plan for plan in await store.accounts.plans()}
+    plans = {plan.name: plan for plan in await store.accounts.plans()}
     known = {account.id: account for account in await store.accounts.list()}
-    merger = _Merger(store, kept, known, write)
+    merger = _Merger(store, plans, known, write)
     for _, lines in groupby(_read(file, progress), _together):
         await merger.take(list(lines))
     return merger.imported
@@ -253,7 +253,7 @@ def _together(line: _Line) -> object:
 
 
 class _Merger:
-    """One walk through the file. It raises BadFile where an id is there twice, or is something else in the store."""
+    """One walk through the file. Raises InvalidExport where an id is there twice, or is another record in the store."""
 
     def __init__(self, store: Store, kept: dict[str, Plan], known: dict[str, Account], write: bool) -> None:
         self._store = store

@@ -18,8 +18,8 @@ _CODED_BYTES: Final = 1.5  # a number; what has no code adds less than a thousan
 
 @dataclass(frozen=True, slots=True)
 class Bf12Size:
-    """Of a folder's weights: what they take, what they took, and how many of the `numbers` of compressed files are in
-    12 bits. On a device that computes with those they take `coded_bytes`, on another one as many as they took."""
+    """Sizes of a folder's weights, compressed and original, and how many of the `numbers` of compressed files are in 12
+    bits. The weights take `coded_bytes` on a device that computes with 12 bits, and `original_bytes` on others."""
 
     level: str
     stored_bytes: int
@@ -37,24 +37,24 @@ class Bf12Size:
 
 
 def read_bf12_size(folder: Path) -> Bf12Size | None:
-    """None of a folder that is not compressed, or whose files cannot be read."""
+    """Reads the headers; None for a folder that is not compressed, or whose files cannot be read."""
     level, stored, original, numbers, coded = 0, 0, 0, 0, 0
     try:
         for path in sorted(folder.glob("*.safetensors")):
             size = path.stat().st_size
             header = _header(path)
-            said = header.get("__metadata__", {}).get(_KEY)
-            if said is None:  # it lies beside compressed ones as it was
+            metadata_text = header.get("__metadata__", {}).get(_KEY)
+            if metadata_text is None:  # a file that stayed as it was beside compressed ones
                 stored, original = stored + size, original + size
                 continue
-            notes = msgspec.json.decode(said, type=_Notes)
+            metadata = msgspec.json.decode(metadata_text, type=_Notes)
             shapes = {
                 name: math.prod(entry["shape"])
-                for name, entry in msgspec.json.decode(notes.original.header).items()
+                for name, entry in msgspec.json.decode(metadata.original.header).items()
                 if name != "__metadata__"
             }
-            level, stored, original = max(level, notes.level), stored + size, original + notes.original.bytes
-            numbers, coded = numbers + sum(shapes.values()), coded + sum(shapes[name] for name in notes.codes)
+            level, stored, original = max(level, metadata.level), stored + size, original + metadata.original.bytes
+            numbers, coded = numbers + sum(shapes.values()), coded + sum(shapes[name] for name in metadata.codes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         return None
     return Bf12Size(_LEVELS.get(level, str(level)), stored, original, numbers, coded) if level else None
@@ -77,5 +77,5 @@ def _header(path: Path) -> dict[str, dict[str, str]]:
         text = file.read(length) if length <= _HEADER_BYTES_MAX else b""
     if f'"{_KEY}"'.encode() not in text:  # most files: nothing of them is parsed
         return {}
-    found: dict[str, dict[str, str]] = msgspec.json.decode(text)
-    return found
+    header: dict[str, dict[str, str]] = msgspec.json.decode(text)
+    return header

@@ -34,7 +34,7 @@ _NAMESPACE: Final = uuid.UUID("5b0d6e1c-6f3e-4f0b-9d3a-1f5f3c1f9a10")
 @dataclass(frozen=True, slots=True)
 class Model:
     """One catalogue entry. `context_tokens` is what its folder says: a replica's Hello has the last word. From the day
-    `ends_on` on, in UTC, it is not served. `tool_format` is how it writes calls of tools, None where that is not known;
+    `ends_on` on, in UTC, it is not served. `tool_format` is how it writes calls of tools, None where that is unknown;
     `has_reasoning`: it may reason before it answers a chat."""
 
     name: str
@@ -63,7 +63,7 @@ class Model:
 
     @property
     def id(self) -> str:
-        """The same UUID wherever and whenever this name is served."""
+        """A UUID that is the same wherever and whenever this name is served."""
         return str(uuid.uuid5(_NAMESPACE, self.name))
 
     @property
@@ -80,12 +80,12 @@ class Model:
 
     @property
     def run_family(self) -> str:
-        """In which family its bodies are at `/ai/run`."""
+        """The family of its bodies at `/ai/run`."""
         return {ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
 
     @property
     def batch_price(self) -> NeuronPrice:
-        """Of what runs on capacity that nobody else wants."""
+        """The price of batch items, which run on spare capacity."""
         return self.price.times(self.batch_factor)
 
     @property
@@ -106,7 +106,7 @@ class Catalogue:
         self.problems = problems
 
     def find(self, name: str) -> Model | None:
-        """By its name or an alias."""
+        """Finds a model by its name or an alias."""
         return self._by_any_name.get(name)
 
     def __iter__(self) -> Iterator[Model]:
@@ -118,7 +118,7 @@ class Catalogue:
 
 def open_catalogue(config: Config) -> Catalogue:
     """Reads every entry's folder: about 50 ms for each 100,000 entries of vocabulary. A broken folder leaves its
-    model out and is noted; only a wrong price, which is the operator's own word, raises ConfigError."""
+    model out and goes into `problems`; only a wrong price, which the operator wrote, raises SettingsError."""
     models, problems = [], {}
     for entry in model_entries(config):
         try:
@@ -129,27 +129,27 @@ def open_catalogue(config: Config) -> Catalogue:
 
 
 def model_entries(config: Config) -> list[ModelEntryConfig]:
-    """All that are served, without opening them."""
+    """All entries that are served, without opening them."""
     return [entry for entry in known_models(config) if entry.serve]
 
 
 def known_models(config: Config) -> list[ModelEntryConfig]:
     """The built-in model, what was pulled, what `hearth models add` added, and what hearth.toml adds or changes; of an
-    added one it may leave the folder out. Raises ConfigError."""
-    said = {entry.name: entry for entry in config.models}
-    found = {name: _bare(name) for name in (BUILT_IN, *pulled_models(config))} | {
+    added one it may leave the folder out. Raises SettingsError."""
+    entries = {entry.name: entry for entry in config.models}
+    known = {name: _bare(name) for name in (BUILT_IN, *pulled_models(config))} | {
         entry.name: entry for entry in registered_models(config)
     }
-    changed = [_over(entry, said.pop(name, entry)) for name, entry in found.items()]
-    return [*changed, *said.values()]
+    changed = [_over(entry, entries.pop(name, entry)) for name, entry in known.items()]
+    return [*changed, *entries.values()]
 
 
-def _over(entry: ModelEntryConfig, said: ModelEntryConfig) -> ModelEntryConfig:
-    return said if said.folder is not None else msgspec.structs.replace(said, folder=entry.folder)
+def _over(entry: ModelEntryConfig, override: ModelEntryConfig) -> ModelEntryConfig:
+    return override if override.folder is not None else msgspec.structs.replace(override, folder=entry.folder)
 
 
 def folder_of(config: Config, entry: ModelEntryConfig) -> Path:
-    """Where an entry's files are, or would be."""
+    """The folder of an entry's files, which need not exist."""
     if entry.folder is not None:
         return Path(entry.folder)
     if entry.name == BUILT_IN:
@@ -169,7 +169,7 @@ def pulled_models(config: Config) -> list[str]:
 
 
 def spec_of(config: Config, entry: ModelEntryConfig) -> ModelSpec:
-    """What a machine is told about an entry. Reads the model's tokenizer only where prefixes are published."""
+    """The entry as a machine gets it. Reads the model's tokenizer only where prefixes are published."""
     folder, paths = folder_of(config, entry), entry.public_prefixes
     task = _task(folder, entry)
     return ModelSpec(
@@ -200,14 +200,14 @@ def spec_of(config: Config, entry: ModelEntryConfig) -> ModelSpec:
 
 
 def _weights_bytes(config: Config, folder: Path) -> int:
-    """What its files take: about what its weights do, until its replica says it exactly."""
+    """The size of its files: about that of its weights, until its replica reports the exact one."""
     if (compressed := read_bf12_size(folder)) is not None:
         return compressed.original_bytes if config.machine.device == "cpu" else compressed.coded_bytes
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _task(folder: Path, entry: ModelEntryConfig) -> ModelTask:
-    """Text generation where the folder cannot be read: its replica says what is wrong."""
+    """The folder's task; text generation where it cannot be read, for its replica reports what is wrong."""
     try:
         return task_of(folder, read_model_config(folder), entry)
     except ModelFolderError:
@@ -222,11 +222,11 @@ def _published(folder: Path, paths: list[str], model: str) -> list[list[int]]:
 
 
 def price_of(entry: ModelEntryConfig) -> NeuronPrice:
-    """Raises ConfigError where a cached token would cost more than a fresh one."""
-    said: PriceConfig = entry.price
-    cached = said.input / 5 if said.cached_input is None else said.cached_input
+    """Raises SettingsError where a cached token would cost more than a fresh one."""
+    price: PriceConfig = entry.price
+    cached = price.input / 5 if price.cached_input is None else price.cached_input
     try:
-        return NeuronPrice(said.input, cached, said.output)
+        return NeuronPrice(price.input, cached, price.output)
     except ValueError as error:
         raise SettingsError(f"models.price of {entry.name}: {error}") from error
 

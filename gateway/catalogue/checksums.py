@@ -74,9 +74,9 @@ def require_sums(folder: Path, sums: Mapping[str, str]) -> None:
             return not ending.is_set()
 
         largest_first = sorted(sums, key=lambda name: -sizes[name])
-        found = [(name, pool.submit(_sum, folder / name, read)) for name in largest_first]
+        sums_read = [(name, pool.submit(_sum, folder / name, read)) for name in largest_first]
         try:
-            for name, future in found:
+            for name, future in sums_read:
                 if future.result() != sums[name]:
                     raise ChecksumError(
                         f"{folder / name} is damaged: its SHA-256 begins with {future.result()[:12]}, "
@@ -94,7 +94,7 @@ def _size(path: Path) -> int:
 
 
 def _sum(path: Path, read: Callable[[int], bool]) -> str:
-    """In hex; of what was read so far once `read` says that it is wanted no more."""
+    """The SHA-256 of a file, in hex. Reading stops where `read` returns false."""
     digest, memory = hashlib.sha256(), bytearray(_READ_BYTES)
     try:
         with path.open("rb", buffering=0) as file:

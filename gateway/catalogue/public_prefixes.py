@@ -16,7 +16,7 @@ _CALLERS: Final = ("a", "ß")  # two first words of a caller that no tokenizer b
 
 
 def public_prefixes(text: ModelTokenizer, paths: list[str], model: str) -> list[list[int]]:
-    """What every conversation that opens with one of these system prompts begins with. Raises ConfigError."""
+    """The first tokens of every conversation that opens with one of these system prompts. Raises SettingsError."""
     return [_prefix(text, _read(Path(path), model), f"public_prefixes of {model}: {path}") for path in paths]
 
 

@@ -13,12 +13,12 @@ from gateway.config import Config, ModelEntryConfig, SettingsError
 
 
 def registered_models(config: Config) -> list[ModelEntryConfig]:
-    """In the order of their names. Raises ConfigError for a file that somebody wrote into and that cannot be read."""
+    """The registered models, by name. Raises SettingsError for a file that cannot be read."""
     return [_read(path) for path in sorted(config.added_folder.glob("**/*.toml"))]
 
 
 def save_registration(config: Config, settings: dict[str, Any]) -> None:
-    """These settings of an entry, `name` and `folder` among them, which `parse` takes. They appear in one piece."""
+    """Writes the settings of an entry, `name` and `folder` among them, atomically. `parse_registration` reads them."""
     path = _path(config, settings["name"])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lines = [f"{name} = {_toml(value)}\n" for name, value in settings.items()]
@@ -26,12 +26,12 @@ def save_registration(config: Config, settings: dict[str, Any]) -> None:
 
 
 def remove_registration(config: Config, entry: ModelEntryConfig) -> None:
-    """Its files stay where they are. It may be gone already."""
+    """Removes an entry, which may be gone already. The model's files stay where they are."""
     _path(config, entry.name).unlink(missing_ok=True)
 
 
 def parse_registration(settings: dict[str, Any], where: object) -> ModelEntryConfig:
-    """Raises ConfigError, which names `where`. Texts are taken for the numbers that they spell."""
+    """Reads settings, also numbers that are written as text. Raises SettingsError, which names `where`."""
     try:
         return msgspec.convert(settings, ModelEntryConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""What a model's folder says that it does: write text, give vectors or score pairs; and how it gives vectors.
+"""The task of a model's folder: text, vectors or scores of pairs; and how it computes vectors.
 
 It reads the files that sentence-transformers puts beside config.json, and knows nothing of requests.
 """
@@ -37,7 +37,7 @@ class ModelTask(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSpec:
-    """How a model gives vectors, or scores.
+    """How a model computes vectors or scores.
 
     poolings     that callers may ask for; the first where they ask for none.
     normalized   vectors have length 1.
@@ -61,12 +61,12 @@ class EmbeddingSpec:
         return self.query.startswith(_INSTRUCTED)
 
     def prompt(self, instruction: str | None) -> str:
-        """What is put before a query with this instruction."""
+        """The text that goes before a query with this instruction."""
         return self.query if instruction is None else f"{_INSTRUCTED}{instruction}\nQuery:"
 
 
 def task_of(folder: Path, document: Mapping[str, Any], entry: ModelEntryConfig) -> ModelTask:
-    """What hearth.toml says, else what the folder's config.json, `document`, shows it to be made for."""
+    """The task of hearth.toml, else that of the folder's config.json, which is `document`."""
     if entry.task is not None:
         return ModelTask(entry.task)
     architecture = architecture_of(document)

@@ -1,7 +1,7 @@
-"""What each account had of this gateway since its start, for the operator's metrics. It knows ids and plans' names, and
+"""Usage of each account at this gateway since its start, for the operator's metrics. It knows ids and plans' names, and
 nothing of text, users or tokens' names.
 
-The first `most` pairs of account and plan that are seen have a row of their own; all later ones are summed by plan.
+The first `max_rows` pairs of account and plan have a row of their own; all later ones are summed by plan.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ OTHER_ACCOUNTS: Final = "other"
 OUTCOME_GROUPS: Final = ("done", "left", "limited", "refused", "failed")
 TOKEN_KINDS: Final = ("prompt", "cached", "completion")
 
-# The gateway's outcomes by whose doing they are; one that is not here is a failure of ours.
+# The gateway's outcomes by their cause; an outcome that is missing here is a failure of the gateway.
 _ENDING: Final = {
     "done": "done",
     **dict.fromkeys(("client_gone", "cancelled"), "left"),
@@ -28,7 +28,7 @@ _ENDING: Final = {
 
 @dataclass(slots=True)
 class AccountUsageRow:
-    """One account's, or what is left of a plan's. `refused` by the name of the limit."""
+    """The usage of one account, or of a plan's accounts without a row. `refused` is by the name of the limit."""
 
     outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOME_GROUPS, 0))
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOKEN_KINDS, 0))
@@ -39,18 +39,18 @@ class AccountUsageRow:
 class AccountUsage:
     """Rows by account and plan, only ever growing in count. Adding costs a microsecond or two."""
 
-    def __init__(self, most: int) -> None:
-        self._max_rows = most
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
         self._rows_used = 0
         self.rows: dict[tuple[str, str], AccountUsageRow] = {}
 
     def finished(self, account_id: str, plan: str, spent: CallUsage, neurons: float) -> None:
-        share = self._row(account_id, plan)
-        share.outcomes[_ENDING.get(spent.outcome, "failed")] += 1
-        share.tokens["prompt"] += spent.prompt_tokens
-        share.tokens["cached"] += spent.cached_tokens
-        share.tokens["completion"] += spent.completion_tokens
-        share.neurons += neurons
+        row = self._row(account_id, plan)
+        row.outcomes[_ENDING.get(spent.outcome, "failed")] += 1
+        row.tokens["prompt"] += spent.prompt_tokens
+        row.tokens["cached"] += spent.cached_tokens
+        row.tokens["completion"] += spent.completion_tokens
+        row.neurons += neurons
 
     def refused(self, account_id: str, plan: str, limit: str) -> None:
         self._row(account_id, plan).refused[limit] += 1

@@ -1,6 +1,6 @@
-"""Counters and histograms of one gateway, as Prometheus text, in two parts. What everybody may read has catalogue names
-and our own words as labels, and nothing of any tenant: no ids, no text, no queue depths of replicas. What only the
-operator may read names accounts by their ids and says how full replicas are.
+"""Counters and histograms of one gateway, as Prometheus text, in two parts. The public part has catalogue names and the
+gateway's own words as labels, and nothing of any tenant: no ids, no text, no queue depths of replicas. The operator's
+part names accounts by their ids and says how full replicas are.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ _TOTAL_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """Two registries, everybody's and the operator's. `finished` costs a few microseconds a request; nothing is
-    counted per token. `accounts` of them have series of their own, the others are summed.
+    """Two registries, a public one and the operator's. `finished` costs a few microseconds a request; nothing is
+    counted per token. The first `accounts` accounts have series of their own, the others are summed.
 
-    What replicas' caches count is the same at every gateway: take it from one of them, do not add it up.
+    Counters of replicas' caches are the same at every gateway: take them from one gateway, do not add them up.
     """
 
     def __init__(self, accounts: int) -> None:
@@ -71,7 +71,7 @@ class Metrics:
         reconciler: Reconciler,
         outbox_folder: Path,
     ) -> None:
-        """From now on what these parts hold is read whenever somebody asks for the text."""
+        """Reads the state of these parts whenever the text is asked for."""
         self.registry.register(_Caches(fleet.counters))
         self.registry.register(_Replicas(models, fleet))
         self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
@@ -82,11 +82,11 @@ class Metrics:
         self.operator_registry.register(_Batches(queue, now))
 
     def watch_certificate(self, path: str) -> None:
-        """The file is read anew for each text, for some 20 µs."""
+        """Reads the file anew for each text, in some 20 µs."""
         self.registry.register(_Certificate(path))
 
     def finished(self, model: str, spent: CallUsage, own_s: float | None) -> None:
-        """One request ended; `model` is a name of the catalogue, `own_s` the gateway's part of the first token."""
+        """Counts a request that ended; `model` is its catalogue name, `own_s` the gateway's part of the first token."""
         self.count(model, spent)
         self._total.labels(model).observe(spent.total_ms / 1000)
         if spent.first_token_ms is not None:
@@ -95,26 +95,26 @@ class Metrics:
             self._gateway_seconds.labels(model).observe(own_s)
 
     def count(self, model: str, spent: CallUsage) -> None:
-        """The same of one for which nobody waited: its times say nothing."""
+        """Counts a request without its times, for nobody waited for it."""
         self._requests.labels(model, self._capped(spent.outcome)).inc()
         self._tokens.labels(model, "prompt").inc(spent.prompt_tokens)
         self._tokens.labels(model, "cached").inc(spent.cached_tokens)
         self._tokens.labels(model, "completion").inc(spent.completion_tokens)
 
     def observe_wake_wait(self, model: str, seconds: float) -> None:
-        """One request found its model asleep: until a replica began with it, or it was refused."""
+        """Observes how long a request waited for a sleeping model, until a replica began with it or it was refused."""
         self._wake.labels(model).observe(seconds)
 
     def count_answer(self, route: str, status: int | None) -> None:
-        """One HTTP exchange ended; None where the client left before anything was sent."""
+        """Counts an HTTP exchange that ended; None where the client left before anything was sent."""
         self._answers.labels(route, str(status or "none")).inc()
 
     def public_text(self) -> bytes:
-        """What everybody may read."""
+        """The public part."""
         return generate_latest(self.registry)
 
     def operator_text(self) -> bytes:
-        """All of it."""
+        """The public part and the operator's."""
         return (
             generate_latest(self.registry)
             + generate_latest(self.operator_registry)
@@ -142,7 +142,7 @@ class _Caches(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         sums = self._tally.sums()
-        for counter, says in (
+        for counter, help_text in (
             ("lookups", "Prompts looked up in the prefix cache"),
             ("lookup_tokens", "Tokens of the prompts looked up"),
             ("hit_tokens", "Tokens found there, those of preempted sequences again"),
@@ -150,7 +150,7 @@ class _Caches(Collector):
             ("duplicate_blocks", "KV blocks that were computed though the cache had them by then"),
             ("spared_keys", "Keys that a sequence did not read as another one of its group did"),
         ):
-            family = CounterMetricFamily(f"hearth_prefix_{counter}", says, labels=["model"])
+            family = CounterMetricFamily(f"hearth_prefix_{counter}", help_text, labels=["model"])
             for model, counts in sums.items():
                 family.add_metric([model], counts[counter])
             yield family
@@ -178,11 +178,11 @@ class _Replicas(Collector):
         ready = Count(replica.model for replica in seen if replica.expected_s is not None)
         resident = Count((replica.model, replica.state.residency) for replica in seen)
         restarts = self._fleet.counters.restarts()
-        for name, says, counts in (
+        for name, help_text, counts in (
             ("hearth_replicas", "Replicas that machines tell of", known),
             ("hearth_replicas_ready", "Replicas that serve, or do once they are asked for", ready),
         ):
-            gauge = GaugeMetricFamily(name, says, labels=["model"])
+            gauge = GaugeMetricFamily(name, help_text, labels=["model"])
             for model in self._models:
                 gauge.add_metric([model], counts[model])
             yield gauge
@@ -212,26 +212,26 @@ class _Store(Collector):
         self._folder = outbox_folder
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        for name, says, count in (
+        for name, help_text, count in (
             ("hearth_store_outages", "Times that the store stopped to answer", self._outage.outages),
             ("hearth_days_different", "Accounts' days whose counters differ from records", self._reconciler.different),
         ):
-            counter = CounterMetricFamily(name, says)
+            counter = CounterMetricFamily(name, help_text)
             counter.add_metric([], count)
             yield counter
-        for name, says, count in (
+        for name, help_text, count in (
             ("hearth_store_available", "1, or 0 from a failed decision to the next one written", not self._outage.down),
             ("hearth_reservations_open", "Reservations that are not settled", self._quota.open),
             ("hearth_settlements_waiting", "Settlements neither in store nor outbox", self._quota.unwritten),
             ("hearth_outbox_bytes", "Settlements on this disk that wait for the store", self._bytes()),
             ("hearth_outbox_damaged_files", "Outbox files with lines that nobody can read", self._damaged()),
         ):
-            gauge = GaugeMetricFamily(name, says)
+            gauge = GaugeMetricFamily(name, help_text)
             gauge.add_metric([], count)
             yield gauge
 
     def _bytes(self) -> int:
-        """Another gateway may take a file away at any moment."""
+        """The bytes of the outbox files; another gateway may remove one at any moment."""
         total = 0
         for path in self._folder.glob(f"*{outbox.SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
@@ -243,7 +243,7 @@ class _Store(Collector):
 
 
 class _Queues(Collector):
-    """Sequences at replicas, by model, all gateways' together: what the replicas said last."""
+    """Sequences at replicas, by model, of all gateways together, as last reported."""
 
     def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
         self._models = models
@@ -251,14 +251,14 @@ class _Queues(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         loads = [(replica.model, replica.load) for replica in self._fleet.replicas() if replica.load is not None]
-        for name, says, counts in (
+        for name, help_text, counts in (
             ("running", "Sequences that run", [(model, load.running) for model, load in loads]),
             ("waiting", "Sequences that wait for their turn", [(model, load.waiting) for model, load in loads]),
             ("free_blocks", "KV blocks that hold nothing", [(model, load.free_blocks) for model, load in loads]),
             ("cached_blocks", "KV blocks in the prefix cache", [(model, load.cached_blocks) for model, load in loads]),
             ("mapped_blocks", "KV blocks that have memory", [(model, load.blocks) for model, load in loads]),
         ):
-            gauge = GaugeMetricFamily(f"hearth_replica_{name}", says, labels=["model"])
+            gauge = GaugeMetricFamily(f"hearth_replica_{name}", help_text, labels=["model"])
             for model in self._models:
                 gauge.add_metric([model], sum(count for of, count in counts if of == model))
             yield gauge
@@ -277,7 +277,7 @@ class _Queues(Collector):
 
 
 class _Machines(Collector):
-    """What machines hold and move, by their addresses, and who waits for that."""
+    """Memory and moves of machines, by their addresses, and requests that wait for models."""
 
     def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
         self._models = models
@@ -288,33 +288,33 @@ class _Machines(Collector):
         quarantined = GaugeMetricFamily(
             "hearth_replicas_quarantined", "Replicas that died too often to be started", labels=["model"]
         )
-        kept_out = Count(replica.model for replica in self._fleet.replicas() if replica.state.quarantined)
+        quarantined_counts = Count(replica.model for replica in self._fleet.replicas() if replica.state.quarantined)
         for model in self._models:
             waiting.add_metric([model], self._fleet.waiting(model))
-            quarantined.add_metric([model], kept_out[model])
+            quarantined.add_metric([model], quarantined_counts[model])
         yield from (waiting, quarantined)
-        said = {machine.address: machine.report for machine in self._fleet.machines()}
-        yield _moves(said)
-        yield from _memory(said)
+        reports = {machine.address: machine.report for machine in self._fleet.machines()}
+        yield _moves(reports)
+        yield from _memory(reports)
 
 
-def _moves(said: Mapping[str, frames.MachineState]) -> CounterMetricFamily:
+def _moves(reports: Mapping[str, frames.MachineState]) -> CounterMetricFamily:
     """A machine that starts again counts from zero."""
     counter = CounterMetricFamily("hearth_machine_moves", "Moves of replicas", labels=["machine", "kind", "ending"])
-    for machine, fleet in said.items():
+    for machine, fleet in reports.items():
         for kind in _MOVES:
             counter.add_metric([machine, kind, "done"], fleet.moves.get(kind, 0))
             counter.add_metric([machine, kind, "failed"], fleet.moves.get(f"{kind}_failed", 0))
     return counter
 
 
-def _memory(said: Mapping[str, frames.MachineState]) -> Iterator[GaugeMetricFamily]:
-    """What replicas hold, and what of it they may: of each device, by its index, and of host memory."""
+def _memory(reports: Mapping[str, frames.MachineState]) -> Iterator[GaugeMetricFamily]:
+    """Memory that replicas hold, and its budget: of each device, by its index, and of the host."""
     held = GaugeMetricFamily("hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"])
     budget = GaugeMetricFamily("hearth_device_budget_bytes", "Of it, for replicas", labels=["machine", "device"])
     host_held = GaugeMetricFamily("hearth_host_held_bytes", "Held of host memory by models", labels=["machine"])
     host_budget = GaugeMetricFamily("hearth_host_budget_bytes", "Of it, for models that sleep", labels=["machine"])
-    for machine, fleet in said.items():
+    for machine, fleet in reports.items():
         for index, device in enumerate(fleet.devices):
             held.add_metric([machine, str(index)], device.held_bytes)
             budget.add_metric([machine, str(index)], device.budget_bytes)
@@ -324,14 +324,14 @@ def _memory(said: Mapping[str, frames.MachineState]) -> Iterator[GaugeMetricFami
 
 
 class BatchQueueGauges(Protocol):
-    """What is known of batches: all that waits, and what this gateway runs, by model."""
+    """Batch items that wait, in all, and that this gateway runs, by model."""
 
     waiting: Mapping[str, QueueDepth]
     running: Count[str]
 
 
 class _Batches(Collector):
-    """Queued requests, by model. What waits is the same at every gateway."""
+    """Queued requests, by model. The waiting ones are the same at every gateway."""
 
     def __init__(self, queue: BatchQueueGauges, now: Callable[[], float]) -> None:
         self._queue = queue
@@ -339,19 +339,19 @@ class _Batches(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         waiting, now = self._queue.waiting, self._now()
-        for name, says, counts in (
+        for name, help_text, counts in (
             ("items_waiting", "Queued requests that have not ended", {of: one.items for of, one in waiting.items()}),
             ("items_running", "Those of them that this gateway has given to replicas", dict(self._queue.running)),
             ("oldest_seconds", "Age of the oldest batch", {of: now - one.oldest_at for of, one in waiting.items()}),
         ):
-            gauge = GaugeMetricFamily(f"hearth_batch_{name}", says, labels=["model"])
+            gauge = GaugeMetricFamily(f"hearth_batch_{name}", help_text, labels=["model"])
             for model in self._queue.running:
                 gauge.add_metric([model], counts.get(model, 0))
             yield gauge
 
 
 class _Certificate(Collector):
-    """When the certificate in the file ends."""
+    """The end of the certificate in the file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -368,16 +368,16 @@ class _Certificate(Collector):
 
 
 def _accounts_text(shares: AccountUsage) -> bytes:
-    """The shares of accounts and plans. Written by hand, in a quarter of the library's time: a scrape of hundreds of
-    accounts must not hold up streams. Ids, plans and limits have no character that would need an escape.
+    """The series of accounts and plans. They are written by hand, in a quarter of the library's time: a scrape of
+    hundreds of accounts must not hold up streams. Ids, plans and limits have no character that needs an escape.
     """
     requests, tokens, neurons, refusals = [], [], [], []
-    for (account, plan), share in shares.rows.items():
-        whose = f'account="{account}",plan="{plan}"'
-        requests += [f'{{{whose},ending="{ending}"}} {count}' for ending, count in share.outcomes.items()]
-        tokens += [f'{{{whose},kind="{kind}"}} {count}' for kind, count in share.tokens.items()]
-        neurons.append(f"{{{whose}}} {share.neurons}")
-        refusals += [f'{{{whose},limit="{limit}"}} {count}' for limit, count in share.refused.items()]
+    for (account, plan), row in shares.rows.items():
+        labels = f'account="{account}",plan="{plan}"'
+        requests += [f'{{{labels},ending="{ending}"}} {count}' for ending, count in row.outcomes.items()]
+        tokens += [f'{{{labels},kind="{kind}"}} {count}' for kind, count in row.tokens.items()]
+        neurons.append(f"{{{labels}}} {row.neurons}")
+        refusals += [f'{{{labels},limit="{limit}"}} {count}' for limit, count in row.refused.items()]
     lines = (
         *_counter_lines("hearth_account_requests_total", "Inference requests by whose doing their end was", requests),
         *_counter_lines("hearth_account_tokens_total", "Model tokens of settled requests", tokens),

@@ -1,4 +1,4 @@
-"""Whether the store answers, told to the operator once when it stops and once when it is back. It asks nothing."""
+"""Whether the store answers, logged once when it stops and once when it is back. It asks nothing."""
 
 import logging
 
@@ -8,9 +8,9 @@ log = logging.getLogger(__name__)
 
 
 class StoreHealth:
-    """`down` from the first failed call to the next one that succeeds; `outages` of such times.
+    """`down` from the first failed call to the next one that succeeds; `outages` counts such times.
 
-    Callers are told less than the operator is.
+    The log has the problem's text, which callers do not get.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class StoreHealth:
             log.error("store_away", extra={"fields": {"problem": str(problem)}})
 
     def mark_up(self) -> None:
-        """A decision was written: nothing less shows that a full disk has room again."""
+        """Ends an outage after a written decision: only a write shows that a full disk has room again."""
         if self.down:
             self.down = False
             log.info("store_back")

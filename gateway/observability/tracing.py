@@ -63,9 +63,9 @@ class RequestTracer:
             self._tracer = self._provider.get_tracer("hearth.gateway")
 
     def start_span(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> RequestSpan:
-        """A request's span, below the caller's where its headers name one; the operation is a GenAI convention's."""
-        given = headers.get(b"traceparent", b"").decode("latin-1")
-        parent = given if _TRACEPARENT.fullmatch(given) else ""
+        """Starts a request's span, below the caller's where its headers name one. `operation` is GenAI's name."""
+        header = headers.get(b"traceparent", b"").decode("latin-1")
+        parent = header if _TRACEPARENT.fullmatch(header) else ""
         if self._provider is None:
             return RequestSpan(None, parent)
         span = self._tracer.start_span(
@@ -92,7 +92,7 @@ class RequestTracer:
 
 
 def open_tracer(config: TelemetryConfig) -> RequestTracer:
-    """Traces to the configured OTLP endpoint, or none."""
+    """A tracer to the configured OTLP endpoint, or one that does nothing."""
     if config.otlp_url is None:
         return RequestTracer(None)
     exporter = OTLPSpanExporter(endpoint=config.otlp_url, timeout=EXPORT_S)

@@ -1,6 +1,6 @@
-"""Overwrites what libraries keep of requests of which nothing may be kept. It does not know which these are.
+"""Overwrites leftovers in libraries' caches after requests under zero retention. It does not know which requests.
 
-What they were in has been freed by then; [server] scrub_memory says whether that is overwritten too.
+The requests' own memory has been freed by then; [server] scrub_memory says whether that is overwritten too.
 """
 
 import asyncio

@@ -23,23 +23,23 @@ _CORE_BYTES: Final = 1  # no file is that small, and where cores go to a program
 def scrub_memory() -> None:
     """Returns once this process scrubs; where it did not, it begins again, with the same command line.
 
-    Raises ConfigError where the system cannot do it.
+    Raises SettingsError where the system cannot do it.
     """
-    told = os.environ.get(_TUNABLES, "")
-    if _OVERWRITING not in told or os.environ.get("PYTHONMALLOC") != "malloc":
-        tunables = f"{told}:{_OVERWRITING}" if told else _OVERWRITING
+    existing = os.environ.get(_TUNABLES, "")
+    if _OVERWRITING not in existing or os.environ.get("PYTHONMALLOC") != "malloc":
+        tunables = f"{existing}:{_OVERWRITING}" if existing else _OVERWRITING
         environment = {**os.environ, "PYTHONMALLOC": "malloc", _TUNABLES: tunables}
         sys.stdout.flush()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     if not _overwrites():
         raise SettingsError("server.scrub_memory needs Linux with glibc: leave it out, or serve from such a system")
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    least = _CORE_BYTES if most == resource.RLIM_INFINITY else min(_CORE_BYTES, most)
-    resource.setrlimit(resource.RLIMIT_CORE, (least, least))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    limit = _CORE_BYTES if hard_limit == resource.RLIM_INFINITY else min(_CORE_BYTES, hard_limit)
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 
 def _overwrites() -> bool:
-    """Frees some bytes, and looks what has become of them."""
+    """Whether freed memory is overwritten: frees some bytes and reads them again."""
     freed = secrets.token_bytes(64)
     middle = id(freed) + sys.getsizeof(b"") + 16
     before = ctypes.string_at(middle, 16)

@@ -1,6 +1,6 @@
 """A model's chat template: from its folder, in jinja2's immutable sandbox, under limits of time and of what it builds.
 
-It knows jinja and nothing of tokens. What a request says is only ever data here, never a template.
+It knows jinja and nothing of tokens. Text of a request is only ever data here, never a template.
 """
 
 import functools
@@ -76,7 +76,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, obj: Any, *args: Any, **named: Any) -> Any:
-        """Of any method, macro or function."""
+        """Calls any method, macro or function, with texts' methods checked before."""
         method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps `format`
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
@@ -101,7 +101,7 @@ def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _check_text(name: str, text: str, args: Iterable[Any], named: Mapping[str, Any]) -> None:
-    """Of a method or filter of this text. Raises SecurityError where it would make a huge one of it."""
+    """Checks a method or filter of a text. Raises SecurityError where the result would be huge."""
     values = [*args, *(value for given, value in named.items() if not given.startswith("_"))]  # jinja's own are not
     match name, values:
         case "format" | "format_map", _:

@@ -35,10 +35,10 @@ class AddedControlToken:
 
 
 class ControlTokens:
-    """The tokens that only a template may write: all added ones, but those that are nothing than white space.
+    """The tokens that only a template may write: all added ones but white space.
 
-    `pattern` finds them in rendered text. Of those that are spelled like words, which have no edges to escape, it
-    finds only what stands in the template as it is.
+    `pattern` finds them in rendered text. Tokens that are spelled like words have no edges to escape, so the pattern
+    has only those that stand in a template.
     """
 
     def __init__(self, entries: list[dict[str, Any]], sources: str) -> None:
@@ -149,7 +149,7 @@ def _strings(value: JSON) -> Iterator[str]:
 
 
 class PlainTokenizer:
-    """The same tokenizer without its control tokens: whatever it is given, it gives no control token back."""
+    """A copy of the tokenizer without its control tokens: no text becomes a control token."""
 
     def __init__(self, document: dict[str, Any], control: ControlTokens) -> None:
         bare = copy.deepcopy(document)
@@ -176,7 +176,7 @@ class PlainTokenizer:
 
 
 def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """By the batch call: it alone lets other threads run meanwhile, and it leaves out offsets, which nobody reads."""
+    """Encodes by the batch call, the only one that lets other threads run meanwhile and leaves out offsets."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 

@@ -1,7 +1,7 @@
 """Token ids back to text, piece by piece: whole characters only, and held back where a stop string may begin.
 
-It knows what tokenizer.json says of decoding, and nothing of models, requests or sockets. What it stands on: a token is
-the same bytes wherever it stands, but for the space that some tokenizers leave out before the very first one.
+It knows the decoder of tokenizer.json, and nothing of models, requests or sockets. It assumes that a token is the same
+bytes everywhere, but for the space that some tokenizers leave out before the very first one.
 """
 
 import codecs
@@ -35,7 +35,7 @@ class TokenByteTable:
         return max(map(len, self.bytes_of)) if self.first_bytes_of is self.bytes_of else None
 
     def with_visible(self, spelled: Mapping[int, str]) -> "TokenByteTable":
-        """The same, but of special tokens these show, as they are spelled."""
+        """A copy in which these special tokens show, as they are spelled."""
         spelled = {id: text for id, text in spelled.items() if id in self.special_ids}
         if not spelled:
             return self
@@ -47,8 +47,8 @@ class TokenByteTable:
 
 
 def token_byte_table(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> TokenByteTable | None:
-    """Of a tokenizer.json, and the same as a tokenizer. `size` is that of the model's vocabulary, which may be padded.
-    None where its decoder is of a kind in which a token's text depends on those around it."""
+    """Builds the table of a tokenizer.json and its tokenizer. `size` is that of the model's vocabulary, which may be
+    padded. None for a decoder in which a token's text depends on the tokens around it."""
     spelling = _spelling(document.get("decoder"), tokenizer)
     if spelling is None:
         return None
@@ -194,9 +194,9 @@ class Detokenizer:
         if not text:
             return ""
         text = self._pending_text + text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.stopped_by = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if matches:
+            _, at, self.stopped_by = min(matches)
             self._pending_text = ""
             return text[:at]
         keep = self._overlap(text) if text.endswith(self._starts) else 0

@@ -24,7 +24,7 @@ class SpecialTokens:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
-        """Of what the tokenizer makes of one letter, and of two of them."""
+        """Finds them by encoding one letter, and a pair of letters."""
         probe = tokenizer.encode(_PROBE, add_special_tokens=False).ids
         lead, tail = _cut(tokenizer.encode(_PROBE).ids, probe)
         pair_lead, rest = _cut(tokenizer.encode(_PROBE, _PROBE).ids, probe)
@@ -32,12 +32,12 @@ class SpecialTokens:
 
     @property
     def count(self) -> int:
-        """How many there are around a text,"""
+        """How many tokens stand around a text."""
         return len(self.lead) + len(self.tail)
 
     @property
     def pair_count(self) -> int:
-        """and around two."""
+        """How many tokens stand around a pair."""
         return len(self.pair_lead) + len(self.between) + len(self.pair_tail)
 
     def single(self, ids: Sequence[int]) -> list[int]:
@@ -48,7 +48,7 @@ class SpecialTokens:
 
 
 def _cut(ids: Sequence[int], probe: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What stands before and behind the probe; nothing where it is not there as it is."""
+    """The ids before and behind the probe; nothing where the probe is missing."""
     for start in range(len(ids) - len(probe) + 1):
         if list(ids[start : start + len(probe)]) == list(probe):
             return tuple(ids[:start]), tuple(ids[start + len(probe) :])

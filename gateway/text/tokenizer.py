@@ -1,7 +1,7 @@
-"""Text to token ids for one model folder: chat template, tokenizer, control tokens; and what its way back to text is.
+"""Text to token ids for one model folder: chat template, tokenizer, control tokens; and the way back to text.
 
-It knows no requests, tenants or sockets. What it promises: **text from a request never becomes a control token.**
-What a template writes and what a request says are told apart by stand-ins (control.py). The rendered text is cut at the
+It knows no requests, tenants or sockets. It promises: **text from a request never becomes a control token.**
+Stand-ins tell a template's text and a request's apart (control_tokens.py). The rendered text is cut at the
 template's control tokens, the stand-ins are put back, and the runs between are encoded by a copy of the tokenizer that
 knows no added tokens. A tokenizer never merges across a control token, so that the ids are those that the model's own
 tokenizer gives the whole text (bit-equal to `transformers`) wherever the request spells no control token.
@@ -47,7 +47,7 @@ class ModelTokenizer:
 
     def __init__(self, folder: str | Path, *, today: Callable[[], datetime] = datetime.now) -> None:
         """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json,
-        of which only the first must be there. Raises FolderError."""
+        of which only the first must be there. Raises ModelFolderError."""
         folder = Path(folder)
         document = _json(folder / "tokenizer.json")
         if document is None:
@@ -113,7 +113,7 @@ class ModelTokenizer:
         return self._lead + ids
 
     def encode_text(self, text: str) -> list[int]:
-        """A text without what `special_tokens` puts around it. Raises TextError."""
+        """A text without what `special_tokens` puts around it. Raises TokenizationError."""
         try:
             ids = encode_ids(self._tokenizer, text)
             return ids if self._control.ids.isdisjoint(ids) else self._plain.encode(text, True)
@@ -133,7 +133,7 @@ class ModelTokenizer:
 
         `options` are further template variables (enable_thinking, …). `generate` opens the assistant's turn.
         Tool arguments that are a JSON text are given to the template as the object. `spread` lets other threads take a
-        part in it, in whose caches words of the text stay then. Raises TextError.
+        part in it, in whose caches words of the text stay then. Raises TokenizationError.
         """
         template = self._template(tools)
         plain = [_with_parsed_arguments(message) for message in messages]
@@ -179,7 +179,7 @@ class ModelTokenizer:
         return ids
 
     def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Detokenizer":
-        """For one sequence's completion. Of control tokens those in `shown` show their spelling, the others nothing."""
+        """A detokenizer for one completion. Control tokens in `shown` show their spelling, the others nothing."""
         table = self._tables.get(shown)
         if table is None:
             spelled = {self.added_tokens[text]: text for text in shown & self.added_tokens.keys()}
@@ -237,11 +237,11 @@ def _spelled(token: JSON) -> str | None:
 
 def _templates(folder: Path, settings: dict[str, Any], today: Callable[[], datetime]) -> dict[str, ChatTemplate]:
     file = folder / "chat_template.jinja"
-    said = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
-    if isinstance(said, str):
-        said = [{"name": "default", "template": said}]
+    source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+    if isinstance(source, str):
+        source = [{"name": "default", "template": source}]
     try:
-        templates = {entry["name"]: ChatTemplate(entry["template"], today=today) for entry in said or []}
+        templates = {entry["name"]: ChatTemplate(entry["template"], today=today) for entry in source or []}
     except TemplateError as error:
         raise ModelFolderError(f"{folder}: {error}") from error
     if templates and "default" not in templates:
@@ -250,15 +250,15 @@ def _templates(folder: Path, settings: dict[str, Any], today: Callable[[], datet
 
 
 def _vocabulary(folder: Path) -> int:
-    """How many ids config.json says there are; 0 where it does not say."""
+    """The vocabulary's size in config.json; 0 where it has none."""
     return int((_json(folder / "config.json") or {}).get("vocab_size") or 0)
 
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> list[int]:
-    """What ends a completion: generation_config.json, else config.json, else the tokenizer's eos_token."""
+    """The ids that end a completion, of generation_config.json, else config.json, else the tokenizer's eos_token."""
     for name in ("generation_config.json", "config.json"):
-        said = (_json(folder / name) or {}).get("eos_token_id")
-        if said is not None:
-            return list(said) if isinstance(said, list) else [said]
+        ids = (_json(folder / name) or {}).get("eos_token_id")
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
     id = tokenizer.token_to_id(eos) if eos is not None else None
     return [] if id is None else [id]

@@ -38,7 +38,7 @@ def call_grammar(
     tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool, frame: CallDelimiters, write: RuleWriter
 ) -> Grammar | None:
     """At least one call where the choice requires it. With `auto` text is free up to the mark; None where there is no
-    mark, for nobody can tell the beginning of a call from text then. Raises Refusal, naming the tool."""
+    mark, for nobody can tell the beginning of a call from text then. Raises ApiError, naming the tool."""
     functions = offered_functions(tools, choice)
     free = choice.mode == "auto"
     if not functions or (free and not frame.mark):
@@ -61,8 +61,8 @@ def tool_at_fault(source: str, message: str) -> str | None:
     a replica put its options before the source: what stands behind a tool's rules is an empty line."""
     fault = _FAULT.search(message)
     lines = source.split("\n")[: int(fault[1])] if fault else []
-    said = next((line for line in reversed(lines) if line.startswith("// ")), None)
-    return None if said is None else str(json.loads(said[3:]))
+    comment = next((line for line in reversed(lines) if line.startswith("// ")), None)
+    return None if comment is None else str(json.loads(comment[3:]))
 
 
 def quoted(text: str) -> str:
@@ -101,7 +101,7 @@ def marker(spelling: str, tokens: Mapping[str, int]) -> str:
 
 
 def bare_name(function: FunctionSpec) -> str:
-    """A name that is written without quotation marks. Raises Refusal where it would not be read as one."""
+    """A name that is written without quotation marks. Raises ApiError where it would not be read as one."""
     name = str(function["name"])
     if _BARE_NAME.fullmatch(name) is None:
         raise tool_schema_error(

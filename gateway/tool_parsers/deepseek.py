@@ -1,22 +1,23 @@
 """Calls as DeepSeek writes them, in a section: V3 and R1 with the arguments in a fenced block, V3.1 and later bare."""
 
-import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from engine.protocol.types import Grammar
-from gateway.tool_parsers import call_grammar, json_calls
+from gateway.tool_parsers import call_grammar, json_calls, sectioned
 from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser
 from gateway.tool_parsers.tool_schema import FunctionSpec, arguments, offered_functions
 from gateway.tool_parsers.types import ToolSelection
 
-SECTION: Final = "<｜tool▁calls▁begin｜>"
-SECTION_END: Final = "<｜tool▁calls▁end｜>"
-CALL: Final = "<｜tool▁call▁begin｜>"
-SEPARATOR: Final = "<｜tool▁sep｜>"
-CALL_END: Final = "<｜tool▁call▁end｜>"
+MARKERS: Final = sectioned.SectionMarkers(
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    call="<｜tool▁call▁begin｜>",
+    separator="<｜tool▁sep｜>",
+    call_end="<｜tool▁call▁end｜>",
+)
 FENCE: Final = "```json"
 FENCE_END: Final = "```"
 
@@ -30,18 +31,18 @@ class DeepSeekFormat:
 
     tokens: Mapping[str, int]
     name: ClassVar[str] = "deepseek"
-    markers: ClassVar[frozenset[str]] = frozenset({SECTION, SECTION_END, CALL, SEPARATOR, CALL_END})
+    markers: ClassVar[frozenset[str]] = MARKERS.all
 
     def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
-        return _parser(tools, choice)
+        return sectioned.section_parser(MARKERS, _read, offered_functions(tools, choice))
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
-        return call_grammar.call_grammar(tools, choice, parallel, _frame(self.tokens, ""), self._write)
+        delimiters = sectioned.section_delimiters(MARKERS, self.tokens)
+        return call_grammar.call_grammar(tools, choice, parallel, delimiters, self._write)
 
     def _write(self, rule: str, function: FunctionSpec) -> list[str]:
         name = call_grammar.quoted(call_grammar.bare_name(function))
-        separator, end = call_grammar.marker(SEPARATOR, self.tokens), call_grammar.marker(CALL_END, self.tokens)
-        return [f"{rule}: {name} {separator} {call_grammar.schema(arguments(function))} {end}"]
+        return sectioned.call_rule(rule, MARKERS, self.tokens, name, call_grammar.schema(arguments(function)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +51,25 @@ class DeepSeekFencedFormat:
 
     tokens: Mapping[str, int]
     name: ClassVar[str] = "deepseek_fenced"
-    markers: ClassVar[frozenset[str]] = DeepSeekFormat.markers
+    markers: ClassVar[frozenset[str]] = MARKERS.all
 
     def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
-        return _parser(tools, choice)
+        return sectioned.section_parser(MARKERS, _read, offered_functions(tools, choice))
 
     def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
-        return call_grammar.call_grammar(tools, choice, parallel, _frame(self.tokens, '"\\n"'), self._write)
+        delimiters = sectioned.section_delimiters(MARKERS, self.tokens, '"\\n"')
+        return call_grammar.call_grammar(tools, choice, parallel, delimiters, self._write)
 
     def _write(self, rule: str, function: FunctionSpec) -> list[str]:
         name = call_grammar.quoted(f"{call_grammar.bare_name(function)}\n{FENCE}\n")
-        separator, end = call_grammar.marker(SEPARATOR, self.tokens), call_grammar.marker(CALL_END, self.tokens)
-        block = f"{call_grammar.schema(arguments(function))} {call_grammar.quoted(chr(10) + FENCE_END)}"
-        return [f'{rule}: "function" {separator} {name} {block} {end}']
-
-
-def _parser(tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
-    one = functools.partial(_read, names=offered_functions(tools, choice))
-    return ScanningParser(lambda scanner: json_calls.read_call_sections(scanner, SECTION, CALL, SECTION_END, one))
-
-
-def _frame(tokens: Mapping[str, int], between: str) -> call_grammar.CallDelimiters:
-    call = call_grammar.marker(CALL, tokens)
-    return call_grammar.CallDelimiters(
-        mark=call_grammar.marker(SECTION, tokens),
-        first=call,
-        between=f"{between} {call}",
-        last=call_grammar.marker(SECTION_END, tokens),
-    )
+        block = f"{name} {call_grammar.schema(arguments(function))} {call_grammar.quoted(chr(10) + FENCE_END)}"
+        return sectioned.call_rule(rule, MARKERS, self.tokens, '"function"', block)
 
 
 def _read(scanner: Scanner, names: Collection[str]) -> Scan[bool]:
-    """Reads both forms, behind the opening of a call: of which it is, the character behind the separator says."""
+    """Reads both forms of a call: the character behind the separator tells them apart."""
     name = yield from scanner.match(_HEAD)
-    if name is None or not (yield from scanner.accept(SEPARATOR)):
+    if name is None or not (yield from scanner.accept(MARKERS.separator)):
         return False
     yield from scanner.skip_blank()
     fenced = (yield from scanner.peek()) != "{"
@@ -95,8 +81,7 @@ def _read(scanner: Scanner, names: Collection[str]) -> Scan[bool]:
     called = yield from json_calls.read_named_call(scanner, name.strip(), names)
     if called:
         yield from scanner.skip_blank()
-        if fenced and (yield from scanner.accept(FENCE_END)):
-            yield from scanner.skip_blank()
-        if (yield from scanner.accept(CALL_END)):
-            scanner.discard()
+        if fenced:
+            yield from scanner.accept(FENCE_END)
+        yield from sectioned.read_call_end(scanner, MARKERS.call_end)
     return called

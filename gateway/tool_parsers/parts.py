@@ -1,7 +1,4 @@
-"""What a completion's text is made of, piece by piece: plain text, thought, and calls of tools.
-
-It does not know how they are told apart.
-"""
+"""Parts of a completion's text: plain text, reasoning, and calls of tools. It does not know how parsers find them."""
 
 from typing import Protocol
 
@@ -13,7 +10,7 @@ class TextPart(msgspec.Struct, frozen=True):
 
 
 class ReasoningPart(msgspec.Struct, frozen=True):
-    """What the model reasons before it answers."""
+    """Reasoning before the answer."""
 
     text: str
 

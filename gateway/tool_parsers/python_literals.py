@@ -1,15 +1,13 @@
 """Turns literals of Python, of which JSON's are almost all a part, into JSON text as they come. It knows no calls."""
 
 import re
-from enum import Enum, auto
 from typing import Final
 
 import msgspec
 
 from gateway.tool_parsers.scanner import Scan, Scanner
-from gateway.tool_parsers.streaming_json import ATOM_MAX, DEPTH_MAX, SCALAR
+from gateway.tool_parsers.streaming_json import ATOM_MAX, BLANK, DEPTH_MAX, SCALAR, Expected
 
-_BLANK: Final = re.compile(r"[ \t\r\n]*")
 _ATOM: Final = re.compile(r"[-+.\w]*")
 _PLAIN: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
@@ -22,66 +20,56 @@ _HEX_DIGITS: Final = {"x": 2, "u": 4, "U": 8}
 _PAIR: Final = re.compile(r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 
 
-class _Next(Enum):
-    """What may come."""
-
-    VALUE = auto()
-    VALUE_OR_END = auto()
-    KEY_OR_END = auto()
-    COLON = auto()
-    COMMA_OR_END = auto()
-
-
 def read_literal(scanner: Scanner) -> Scan[bool]:
     """Passes over one value, and gives it out as arguments; false where it stops being one. Tuples become arrays."""
     ends: list[str] = []  # what closes the containers that are open
-    expected = _Next.VALUE
+    expected = Expected.VALUE
     first = True  # in its container
     while True:
-        scanner.at = _BLANK.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        scanner.at = BLANK.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
         scanner.discard()
         if scanner.at == len(scanner.text):
             if not (yield from scanner.wait_text()):
                 return False
             continue
         char = scanner.text[scanner.at]
-        if ends and char == ends[-1] and expected not in (_Next.VALUE, _Next.COLON):
+        if ends and char == ends[-1] and expected not in (Expected.VALUE, Expected.COLON):
             scanner.at += 1
             scanner.emit_arguments_text("}" if ends.pop() == "}" else "]")
-        elif expected in (_Next.VALUE, _Next.VALUE_OR_END):
-            scanner.emit_arguments_text("" if first or expected is _Next.VALUE else ", ")
+        elif expected in (Expected.VALUE, Expected.VALUE_OR_END):
+            scanner.emit_arguments_text("" if first or expected is Expected.VALUE else ", ")
             if char in _ENDS:
                 if len(ends) == DEPTH_MAX:
                     return False
                 ends.append(_ENDS[char])
-                expected = _Next.KEY_OR_END if char == "{" else _Next.VALUE_OR_END
+                expected = Expected.KEY_OR_END if char == "{" else Expected.VALUE_OR_END
                 first = True
                 scanner.at += 1
                 scanner.emit_arguments_text("{" if char == "{" else "[")
                 continue
             if not (yield from (_string(scanner) if char in _PLAIN else _atom(scanner))):
                 return False
-        elif expected is _Next.COMMA_OR_END and char == ",":
+        elif expected is Expected.COMMA_OR_END and char == ",":
             scanner.at += 1
-            expected = _Next.KEY_OR_END if ends[-1] == "}" else _Next.VALUE_OR_END
+            expected = Expected.KEY_OR_END if ends[-1] == "}" else Expected.VALUE_OR_END
             first = False
             continue
-        elif expected is _Next.COLON and char == ":":
+        elif expected is Expected.COLON and char == ":":
             scanner.at += 1
             scanner.emit_arguments_text(": ")
-            expected = _Next.VALUE
+            expected = Expected.VALUE
             continue
-        elif expected is _Next.KEY_OR_END and char in _PLAIN:
+        elif expected is Expected.KEY_OR_END and char in _PLAIN:
             scanner.emit_arguments_text("" if first else ", ")
             if not (yield from _string(scanner)):
                 return False
-            expected = _Next.COLON
+            expected = Expected.COLON
             continue
         else:
             return False
         if not ends:
             return True
-        expected = _Next.COMMA_OR_END
+        expected = Expected.COMMA_OR_END
 
 
 def escape_json_text(text: str) -> str:
@@ -110,7 +98,7 @@ def _string(scanner: Scanner) -> Scan[bool]:
 
 
 def _escape(scanner: Scanner) -> Scan[None]:
-    """As Python has it: a backslash that escapes nothing stands for itself. Surrogates are taken as JSON's pairs."""
+    """Reads an escape as Python does: an unknown one stands for itself. Surrogates pair as in JSON."""
     yield from _reach(scanner, 2)
     kind = scanner.text[scanner.at + 1 : scanner.at + 2]
     size = 2 + _HEX_DIGITS.get(kind, 0)
@@ -122,12 +110,12 @@ def _escape(scanner: Scanner) -> Scan[None]:
         size = size if pair is None else 12
         code = 0xFFFD if pair is None else 0x10000 + (int(pair[1], 16) - 0xD800) * 1024 + int(pair[2], 16) - 0xDC00
     if code is None:
-        said = _ESCAPES.get(kind, "\\" + kind)
+        text = _ESCAPES.get(kind, "\\" + kind)
         size = 1 + len(kind)
     else:
-        said = chr(code)
+        text = chr(code)
     scanner.at += size
-    scanner.emit_arguments_text(escape_json_text(said))
+    scanner.emit_arguments_text(escape_json_text(text))
 
 
 def _code(digits: str) -> int | None:
@@ -155,10 +143,10 @@ def _atom(scanner: Scanner) -> Scan[bool]:
             break
         if not (yield from scanner.wait_text()):
             return False
-    said = scanner.text[scanner.at : end]
-    said = _CONSTANTS.get(said, said)
-    if SCALAR.fullmatch(said) is None:
+    atom = scanner.text[scanner.at : end]
+    atom = _CONSTANTS.get(atom, atom)
+    if SCALAR.fullmatch(atom) is None:
         return False
     scanner.at = end
-    scanner.emit_arguments_text(said)
+    scanner.emit_arguments_text(atom)
     return True

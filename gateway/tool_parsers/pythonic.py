@@ -116,16 +116,24 @@ def _key(scanner: Scanner) -> Scan[str | None]:
 
 def _write(rule: str, function: FunctionSpec) -> list[str]:
     head = call_grammar.quoted(call_grammar.bare_name(function) + "(")
-    said = properties(function)
-    members = call_grammar.members(f"{rule}_a", [inner.required for inner in said], '", "')
-    return [f'{rule}: {head} {rule}_a ")"', *members, *(_member(rule, i, p, function) for i, p in enumerate(said))]
+    parameters = properties(function)
+    members = call_grammar.members(f"{rule}_a", [inner.required for inner in parameters], '", "')
+    return [
+        f'{rule}: {head} {rule}_a ")"',
+        *members,
+        *(_member(rule, i, p, function) for i, p in enumerate(parameters)),
+    ]
 
 
-def _member(rule: str, number: int, said: ToolParameter, function: FunctionSpec) -> str:
-    if _KEY.fullmatch(said.name) is None:
+def _member(rule: str, number: int, parameter: ToolParameter, function: FunctionSpec) -> str:
+    if _KEY.fullmatch(parameter.name) is None:
         raise tool_schema_error(
-            function, f"{said.name!r} cannot be written as a parameter in this model's format of calls"
+            function, f"{parameter.name!r} cannot be written as a parameter in this model's format of calls"
         )
-    plain = schema_types(said.schema) == {"boolean"} and "enum" not in said.schema and "const" not in said.schema
-    value = '("True" | "False")' if plain else call_grammar.schema(said.schema)
-    return f"{rule}_a{number}: {call_grammar.quoted(said.name + '=')} {value}"
+    plain = (
+        schema_types(parameter.schema) == {"boolean"}
+        and "enum" not in parameter.schema
+        and "const" not in parameter.schema
+    )
+    value = '("True" | "False")' if plain else call_grammar.schema(parameter.schema)
+    return f"{rule}_a{number}: {call_grammar.quoted(parameter.name + '=')} {value}"

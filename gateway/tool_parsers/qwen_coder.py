@@ -148,13 +148,13 @@ def _raw(scanner: Scanner, give: Callable[[str], None], characters_max: int) -> 
 
 def _json(text: str, kinds: frozenset[str]) -> str:
     """A value that has one of these types, as JSON; a string where it has none of them."""
-    said = text.strip()
-    said = _CONSTANTS.get(said, said)
+    value = text.strip()
+    value = _CONSTANTS.get(value, value)
     try:
-        known = json_type_of(json.loads(said, parse_constant=_no_json)) in kinds
+        known = json_type_of(json.loads(value, parse_constant=_no_json)) in kinds
     except (ValueError, RecursionError):
         known = False
-    return said if known else json.dumps(text, ensure_ascii=False)
+    return value if known else json.dumps(text, ensure_ascii=False)
 
 
 def _no_json(constant: str) -> NoReturn:
@@ -163,31 +163,31 @@ def _no_json(constant: str) -> NoReturn:
 
 def _write(rule: str, function: FunctionSpec, end: str) -> list[str]:
     head = call_grammar.quoted(f"\n{FUNCTION}{call_grammar.bare_name(function)}>\n")
-    said = properties(function)
-    members = call_grammar.members(f"{rule}_a", [inner.required for inner in said], "")
+    parameters = properties(function)
+    members = call_grammar.members(f"{rule}_a", [parameter.required for parameter in parameters], "")
     lines = [f"{rule}: {head} {rule}_a {call_grammar.quoted(FUNCTION_END + chr(10))} {end}", *members]
-    for number, inner in enumerate(said):
-        lines += _write_member(f"{rule}_a{number}", inner, function)
+    for number, parameter in enumerate(parameters):
+        lines += _write_member(f"{rule}_a{number}", parameter, function)
     return lines
 
 
-def _write_member(rule: str, said: ToolParameter, function: FunctionSpec) -> list[str]:
-    if not said.name or _NAME.fullmatch(said.name) is None:
+def _write_member(rule: str, parameter: ToolParameter, function: FunctionSpec) -> list[str]:
+    if not parameter.name or _NAME.fullmatch(parameter.name) is None:
         raise tool_schema_error(
-            function, f"{said.name!r} cannot be written as a parameter in this model's format of calls"
+            function, f"{parameter.name!r} cannot be written as a parameter in this model's format of calls"
         )
-    head = call_grammar.quoted(f"{PARAMETER}{said.name}>\n")
+    head = call_grammar.quoted(f"{PARAMETER}{parameter.name}>\n")
     close = call_grammar.quoted(f"\n{PARAMETER_END}\n")
-    kinds = schema_types(said.schema)
+    kinds = schema_types(parameter.schema)
     if "string" not in kinds:
-        return [f"{rule}: {head} {call_grammar.schema(said.schema)} {close}"]
-    beyond = said.schema.keys() - ANNOTATIONS - {"type", "format"}
-    values = said.schema.get("enum", [said.schema.get("const")])
-    if beyond in ({"enum"}, {"const"}) and all(isinstance(v, str) and PARAMETER_END not in v for v in values):
+        return [f"{rule}: {head} {call_grammar.schema(parameter.schema)} {close}"]
+    constraints = parameter.schema.keys() - ANNOTATIONS - {"type", "format"}
+    values = parameter.schema.get("enum", [parameter.schema.get("const")])
+    if constraints in ({"enum"}, {"const"}) and all(isinstance(v, str) and PARAMETER_END not in v for v in values):
         return [f"{rule}: {head} ({' | '.join(map(call_grammar.quoted, values))}) {close}"]
-    if beyond:
+    if constraints:
         raise tool_schema_error(
-            function, f"{min(beyond)!r} of {said.name!r} cannot be kept in this model's format of calls"
+            function, f"{min(constraints)!r} of {parameter.name!r} cannot be kept in this model's format of calls"
         )
     text = f"{rule}_text"
     return [f'{rule}: {head} {text} "\\n"', f"{text}[lazy]: /(.|\\n)*/ {call_grammar.quoted(PARAMETER_END)}"]

@@ -1,4 +1,4 @@
-"""What a model reasons before it answers, between <think> and </think>: told apart from its answer, calls or not.
+"""Reasoning between <think> and </think>, split from the answer behind it.
 
 It is a layer before a format's parser, and around a grammar. It knows no formats.
 """
@@ -37,7 +37,7 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 class ReasoningParser:
-    """A parser that gives thought as Thought, and the answer behind it to another parser.
+    """A parser that emits a thought as ReasoningPart, and gives the answer behind it to another parser.
 
     `opened`: the text begins within a thought. Else there is one only if <think> comes first. The blank around a
     thought is part of neither.
@@ -75,7 +75,7 @@ class ReasoningParser:
 
 
 def _read(scanner: Scanner, opened: bool) -> Scan[None]:
-    """Ends where the answer begins: what is not given out then belongs to it."""
+    """Reads up to the beginning of the answer; pending text belongs to the answer."""
     yield from scanner.skip_blank()
     if not scanner.overflow() and (yield from scanner.accept(BEGIN)):
         opened = True
@@ -86,7 +86,7 @@ def _read(scanner: Scanner, opened: bool) -> Scan[None]:
 
 
 def _thought(scanner: Scanner) -> Scan[None]:
-    """Gives out the thought up to its end, without the line break before that."""
+    """Emits the thought up to its end, without the line break before that."""
     while True:
         end = scanner.text.find(END, scanner.at)
         stop = end if end >= 0 else partial_marker_start(scanner.text, scanner.at, ("\n" + END, END))

@@ -1,4 +1,4 @@
-"""The tool-call formats of model families: which one a model has, and what each can do.
+"""The tool-call formats of model families: the one that a model has, and what each can do.
 
 It does not know requests, nor how text becomes tokens.
 """
@@ -38,7 +38,7 @@ class ToolFormat(Protocol):
     def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
         """What the answer must be, so that the calls in it are valid by their tools' schemas: nothing but one call
         (several if `parallel`) where they are required; with `auto`, text until they begin. None: nothing is to be held
-        to, or it cannot be: the format's calls begin like text. Raises Refusal for a tool that it cannot hold to."""
+        to, or it cannot be: the format's calls begin like text. Raises ApiError for a tool that it cannot hold to."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""The text of a completion as a parser reads it: it waits for more where it must, and gives parts out in order.
+"""The text of a completion as a parser reads it: the scanner waits for more text, and emits parts in order.
 
-Parsers are generators over a scanner: they yield wherever the text so far does not decide how to go on. What they do
+Parsers are generators over a scanner: they yield wherever the text so far does not decide how to go on. Their output
 depends on the characters alone, never on where the text was cut. It knows no format.
 """
 
@@ -21,9 +21,9 @@ Scan = Generator[None, None, T]
 
 
 class Scanner:
-    """`text[kept:at]` was read but is not given out yet: it may be text, or the beginning of a call.
+    """`text[committed:at]` was read and is pending: it may be text, or the beginning of a call.
 
-    While `idle` is set, nothing is held, and what comes without one of these characters goes on what came before.
+    While `idle` is set nothing is pending, and text without one of these characters continues the part before it.
     """
 
     __slots__ = ("_between_calls", "_calls", "_parts", "at", "committed", "ended", "idle", "in_arguments", "text")
@@ -34,10 +34,10 @@ class Scanner:
         self.at = 0
         self.ended = False
         self.idle: frozenset[str] | None = None
-        self.in_arguments = False  # while idle: what came before were arguments
+        self.in_arguments = False  # while idle: the part before was arguments
         self._parts: list[OutputPart] = []
         self._calls = 0
-        self._between_calls = True  # nothing but blank came since the beginning or since the last call
+        self._between_calls = True  # nothing but blank since the beginning or the last call
 
     def append(self, text: str) -> None:
         self.text = self.text[self.committed :] + text
@@ -45,7 +45,7 @@ class Scanner:
         self.committed = 0
 
     def drain_parts(self) -> list[OutputPart]:
-        """What was given out since the last time."""
+        """Returns the parts since the last call."""
         parts, self._parts = self._parts, []
         return parts
 
@@ -57,7 +57,7 @@ class Scanner:
         return True
 
     def wait_pending_text(self) -> Scan[bool]:
-        """The same, where all that was read is held back: false too where that is too much."""
+        """Waits for text while all that was read is pending; false too where that is too much."""
         return not self._full and (yield from self.wait_text())
 
     @property
@@ -65,7 +65,7 @@ class Scanner:
         return self.text[self.committed : self.at]
 
     def overflow(self) -> bool:
-        """Whether more was read than may be held back. What is too much is put back: it can begin no call any more."""
+        """Whether more is pending than allowed. The excess is unread again: it can begin no call any more."""
         full = self._full
         self.at = min(self.at, self.committed + BUFFERED_CHARS_MAX)
         return full
@@ -79,46 +79,46 @@ class Scanner:
         """Whether one more call may begin."""
         return self._calls < CALLS_MAX
 
-    # ---- giving out --------------------------------------------------------------------------------------------
+    # ---- emitting ---------------------------------------------------------------------------------------------
 
     def emit_text(self) -> None:
-        """What is held is text."""
+        """Emits the pending text as text."""
         if self.committed < self.at:
             self._parts.append(TextPart(self.pending))
             self.committed = self.at
             self._between_calls = False
 
     def emit_reasoning(self) -> None:
-        """What is held is thought."""
+        """Emits the pending text as reasoning."""
         if self.committed < self.at:
             self._parts.append(ReasoningPart(self.pending))
             self.committed = self.at
 
     def discard(self) -> None:
-        """What is held is punctuation of calls, which nobody needs to see."""
+        """Discards the pending text: punctuation of calls."""
         self.committed = self.at
 
     def start_call(self, name: str) -> None:
-        """What is held announces a call."""
+        """Starts a call; the pending text announced it."""
         assert self.may_call
         self.discard()
         self._calls += 1
         self._parts.append(ToolCallStart(name))
 
     def emit_arguments(self) -> None:
-        """What is held belongs to the arguments."""
+        """Emits the pending text as arguments."""
         if self.committed < self.at:
             self._parts.append(ToolCallDelta(self.pending))
             self.committed = self.at
 
     def emit_arguments_text(self, fragment: str) -> None:
-        """What is held belongs to the arguments, spelled like this."""
+        """Emits `fragment` as arguments in place of the pending text."""
         self.discard()
         if fragment:
             self._parts.append(ToolCallDelta(fragment))
 
     def end_call(self) -> None:
-        """The call is whole."""
+        """Ends the call, which is complete."""
         self.discard()
         self._parts.append(ToolCallEnd())
         self._between_calls = True
@@ -126,7 +126,7 @@ class Scanner:
     # ---- reading -----------------------------------------------------------------------------------------------
 
     def read_text_until(self, *markers: str) -> Scan[str | None]:
-        """Gives text out up to the first of the markers, and passes over that; None: the text ended before one.
+        """Emits text up to the first of the markers, and passes over that; None: the text ended before one.
 
         Blank between a call and the next, or before the first, is no text.
         """
@@ -139,13 +139,13 @@ class Scanner:
                 yield from self.skip_blank()
                 if self.overflow():
                     self.emit_text()
-            found = min(((at, m) for m in markers if (at := self.text.find(m, self.at)) >= 0), default=None)
-            if found is not None:
-                if found[0] > self.at or not self._between_calls:
-                    self.at = found[0]
+            match = min(((at, m) for m in markers if (at := self.text.find(m, self.at)) >= 0), default=None)
+            if match is not None:
+                if match[0] > self.at or not self._between_calls:
+                    self.at = match[0]
                     self.emit_text()
-                self.at = found[0] + len(found[1])
-                return found[1]
+                self.at = match[0] + len(match[1])
+                return match[1]
             whole = partial_marker_start(self.text, self.at, markers)
             if whole > self.at:
                 self.at = whole
@@ -161,14 +161,14 @@ class Scanner:
                 return None
 
     def skip_blank(self) -> Scan[None]:
-        """Passes over white space, as far as it may be held back."""
+        """Passes over white space, as far as it may be pending."""
         while True:
             self.at = _BLANK.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches always
             if self.at < len(self.text) or not (yield from self.wait_pending_text()):
                 return
 
     def accept(self, *spellings: str) -> Scan[str | None]:
-        """Passes over one of these, where one comes next."""
+        """Passes over one of these spellings and returns it; None where none comes next."""
         while True:
             for spelling in spellings:
                 if self.text.startswith(spelling, self.at):
@@ -186,8 +186,8 @@ class Scanner:
         return self.text[self.at]
 
     def match(self, pattern: re.Pattern[str]) -> Scan[str | None]:
-        """Passes over the longest match of a pattern that would also match any beginning of it, and gives it back. None
-        where the text ends with it, or it is too long."""
+        """Passes over the longest match of a pattern that also matches any beginning of it, and returns it. None where
+        the text ends with it, or it is too long."""
         start = self.at - self.committed
         while True:
             self.at = pattern.match(self.text, self.at).end()  # type: ignore[union-attr]  # it may match nothing
@@ -198,7 +198,7 @@ class Scanner:
 
 
 class ScanningParser:
-    """A parser from a generator over a scanner."""
+    """A parser made of a generator over a scanner."""
 
     __slots__ = ("_reading", "_scanner")
 
@@ -215,7 +215,7 @@ class ScanningParser:
         return scanner.drain_parts()
 
     def finish(self) -> list[OutputPart]:
-        """What was held back as text. A call that is not whole gets the rest of its arguments, and no end."""
+        """Emits the pending text. An incomplete call gets the rest of its arguments, and no end."""
         self._scanner.ended = True
         next(self._reading, None)
         assert self._scanner.committed == len(self._scanner.text)

@@ -10,7 +10,7 @@ from gateway.tool_parsers.scanner import Scan, Scanner
 DEPTH_MAX: Final = 64
 ATOM_MAX: Final = 256  # characters of a number
 
-_BLANK: Final = re.compile(r"[ \t\r\n]*")
+BLANK: Final = re.compile(r"[ \t\r\n]*")
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')
 _NOT_PLAIN: Final = frozenset('"\\' + "".join(map(chr, range(0x20))))
 _ATOM: Final = re.compile(r"[-+.0-9A-Za-z]*")
@@ -23,8 +23,8 @@ _ESCAPE: Final = re.compile(
 _ESCAPE_MAX: Final = 12
 
 
-class _Next(Enum):
-    """What may come."""
+class Expected(Enum):
+    """What may come next in a value."""
 
     VALUE = auto()
     VALUE_OR_END = auto()
@@ -41,47 +41,51 @@ def read_json_value(scanner: Scanner, streamed: bool) -> Scan[bool]:
     all of it was read, whole or not.
     """
     ends: list[str] = []  # what closes the containers that are open
-    expected = _Next.VALUE
+    expected = Expected.VALUE
     while True:
-        scanner.at = _BLANK.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
+        scanner.at = BLANK.match(scanner.text, scanner.at).end()  # type: ignore[union-attr]  # it matches always
         if scanner.at == len(scanner.text):
             if not (yield from _wait(scanner, streamed)):
                 return False
             continue
         char = scanner.text[scanner.at]
-        if ends and char == ends[-1] and expected in (_Next.VALUE_OR_END, _Next.KEY_OR_END, _Next.COMMA_OR_END):
+        if (
+            ends
+            and char == ends[-1]
+            and expected in (Expected.VALUE_OR_END, Expected.KEY_OR_END, Expected.COMMA_OR_END)
+        ):
             ends.pop()
             scanner.at += 1
-        elif expected in (_Next.VALUE, _Next.VALUE_OR_END):
+        elif expected in (Expected.VALUE, Expected.VALUE_OR_END):
             if char in "{[":
                 if len(ends) == DEPTH_MAX:
                     return False
                 ends.append("}" if char == "{" else "]")
-                expected = _Next.KEY_OR_END if char == "{" else _Next.VALUE_OR_END
+                expected = Expected.KEY_OR_END if char == "{" else Expected.VALUE_OR_END
                 scanner.at += 1
                 continue
             if not (yield from (_string(scanner, streamed) if char == '"' else _atom(scanner, streamed))):
                 return False
-        elif expected is _Next.COLON:
+        elif expected is Expected.COLON:
             if char != ":":
                 return False
             scanner.at += 1
-            expected = _Next.VALUE
+            expected = Expected.VALUE
             continue
-        elif expected is _Next.COMMA_OR_END:
+        elif expected is Expected.COMMA_OR_END:
             if char != ",":
                 return False
             scanner.at += 1
-            expected = _Next.KEY if ends[-1] == "}" else _Next.VALUE
+            expected = Expected.KEY if ends[-1] == "}" else Expected.VALUE
             continue
         else:
             if char != '"' or not (yield from _string(scanner, streamed)):
                 return False
-            expected = _Next.COLON
+            expected = Expected.COLON
             continue
         if not ends:
             return True
-        expected = _Next.COMMA_OR_END
+        expected = Expected.COMMA_OR_END
 
 
 def read_json_string(scanner: Scanner) -> Scan[str | None]:
@@ -89,8 +93,8 @@ def read_json_string(scanner: Scanner) -> Scan[str | None]:
     start = scanner.at - scanner.committed
     if (yield from scanner.peek()) != '"' or not (yield from _string(scanner, False)):
         return None
-    said: str = json.loads(scanner.text[scanner.committed + start : scanner.at])
-    return said
+    text: str = json.loads(scanner.text[scanner.committed + start : scanner.at])
+    return text
 
 
 def _wait(scanner: Scanner, streamed: bool) -> Scan[bool]:

@@ -1,4 +1,4 @@
-"""What the parameters of a tool may be, as grammars and parsers of calls need to know it.
+"""Types and schemas of a tool's parameters, for grammars and parsers of calls.
 
 It reads JSON schemas and knows no format.
 """
@@ -40,7 +40,7 @@ def offered_functions(tools: Sequence[Mapping[str, Any]], choice: ToolSelection)
 
 
 def arguments(function: FunctionSpec) -> Schema:
-    """The schema of all arguments, as a grammar has it. Raises Refusal where they could be no object.
+    """The schema of all arguments, as a grammar has it. Raises ApiError where they could be no object.
 
     Where only named properties are described, only these may be written: an answer would be as valid with others, but a
     small model would not stop to invent some.
@@ -49,18 +49,18 @@ def arguments(function: FunctionSpec) -> Schema:
     if "object" not in _types_of(schema.get("type"), "object"):
         raise tool_schema_error(function, "'type' must be 'object'")
     schema = {**schema, "type": "object"}
-    said, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(said, dict) or not all(isinstance(inner, dict | bool) for inner in said.values()):
+    schemas, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(schemas, dict) or not all(isinstance(inner, dict | bool) for inner in schemas.values()):
         raise tool_schema_error(function, "'properties' must be schemas by name")
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise tool_schema_error(function, "'required' must be a list of names")
-    if "properties" in schema and schema.keys() <= _PLAIN and set(required) <= said.keys():
+    if "properties" in schema and schema.keys() <= _PLAIN and set(required) <= schemas.keys():
         schema = {"additionalProperties": False, **schema}
     return schema
 
 
 def properties(function: FunctionSpec) -> list[ToolParameter]:
-    """The parameters one by one, for formats that write them so. Raises Refusal where a schema says more of them than
+    """The parameters one by one, for formats that write them so. Raises ApiError where a schema says more of them than
     that, which such a format cannot hold to."""
     schema = arguments(function)
     unknown = sorted(schema.keys() - _PLAIN)
@@ -69,12 +69,12 @@ def properties(function: FunctionSpec) -> list[ToolParameter]:
             function, f"{unknown[0]!r} beside 'properties' cannot be kept in this model's format of calls"
         )
     required = set(schema.get("required", ()))
-    said = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
-    if not required <= set(said):
+    schemas = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
+    if not required <= set(schemas):
         raise tool_schema_error(
-            function, f"'required' names {min(required - set(said))!r}, which is not in 'properties'"
+            function, f"'required' names {min(required - set(schemas))!r}, which is not in 'properties'"
         )
-    return [ToolParameter(name, _alone(inner, schema), name in required) for name, inner in said.items()]
+    return [ToolParameter(name, _alone(inner, schema), name in required) for name, inner in schemas.items()]
 
 
 def schema_types(schema: Schema) -> frozenset[str]:
@@ -118,10 +118,10 @@ def json_type_of(value: Any) -> str:
 def types_by_name(function: FunctionSpec) -> dict[str, frozenset[str]]:
     """The types of the parameters that the schema names. It refuses nothing."""
     schema: Schema = function.get("parameters") or {}
-    said = schema.get("properties")
-    if not isinstance(said, dict):
+    schemas = schema.get("properties")
+    if not isinstance(schemas, dict):
         return {}
-    return {name: schema_types(_alone(one, schema)) for name, one in said.items()}
+    return {name: schema_types(_alone(one, schema)) for name, one in schemas.items()}
 
 
 def tool_schema_error(function: FunctionSpec, problem: str) -> ApiError:
@@ -136,24 +136,24 @@ def _alone(inner: Any, root: Schema) -> Schema:
     return {**{key: root[key] for key in _DEFINITIONS & root.keys()}, **inner} if "$ref" in str(inner) else inner
 
 
-def _types_of(said: Any, default: str | None = None) -> frozenset[str]:
-    if said is None:
+def _types_of(types: Any, default: str | None = None) -> frozenset[str]:
+    if types is None:
         return frozenset({default}) if default else TYPES
-    found = TYPES & frozenset(kind for kind in (said if isinstance(said, list) else [said]) if isinstance(kind, str))
-    return found | {"integer"} if "number" in found else found
+    known = TYPES & frozenset(kind for kind in (types if isinstance(types, list) else [types]) if isinstance(kind, str))
+    return known | {"integer"} if "number" in known else known
 
 
 def _union(branches: list[Any]) -> frozenset[str]:
-    """Of branches that say their type; any type where one does not."""
+    """The types of all branches; any type where a branch names none."""
     kinds = [_types_of(branch.get("type")) if isinstance(branch, dict) else TYPES for branch in branches]
     return frozenset().union(*kinds)
 
 
 def _pointed(root: Schema, reference: Any) -> Schema | None:
-    """What a reference into the schema's own definitions points to."""
+    """Resolves a reference into the schema's own definitions."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
-    found: Any = root
+    resolved: Any = root
     for step in reference[2:].split("/"):
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else None
+        resolved = resolved.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(resolved, dict) else None
+    return resolved if isinstance(resolved, dict) else None

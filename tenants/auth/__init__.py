@@ -1,1 +1,1 @@
-"""Who is calling: API tokens and JSON Web Tokens."""
+"""Authentication: API tokens and JSON Web Tokens."""

@@ -1,4 +1,4 @@
-"""Who is calling: accounts, ApiTokens, JWTs and the scope that separates prefix caches. It knows no prices and no HTTP.
+"""Accounts, ApiTokens, JWTs and the scope that separates prefix caches. It knows no prices and no HTTP.
 
 Only the HMAC of an ApiToken's text under the server's secret is kept.
 """
@@ -30,7 +30,7 @@ PEPPER: Final = 1  # the version of the pepper that seals new tokens
 TRUSTED_S: Final = 0.5  # how long a verified token is believed; revocation must be seen within 1 s
 VERIFIED_MAX: Final = 10_000  # verified tokens kept in memory
 NAME_MAX: Final = 100
-AMENDS_MAX: Final = 10  # tries of one change beside others
+AMENDS_MAX: Final = 10  # tries of one change beside concurrent ones
 PLANS_MAX: Final = 50
 SECRET_BYTES_MIN: Final = 32
 
@@ -66,8 +66,8 @@ class AccountService:
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
 
     async def verify(self, credential: str) -> Caller:
-        """Raises MalformedToken, UnknownToken, Suspended or StoreUnavailable. What is revoked, suspended or changed
-        anywhere is so here within 1 s.
+        """Raises MalformedToken, UnknownToken, AccountSuspended or StoreUnavailable. A revocation, suspension or change
+        anywhere holds here within 1 s.
 
         Costs one hash for a token seen in the last half second, one look-up else.
         """
@@ -91,16 +91,16 @@ class AccountService:
         return seen.caller
 
     async def caller_of(self, account_id: str, token_id: str) -> Caller:
-        """The caller who asked for something that runs now. Raises UnknownToken where the account is gone or the
-        ApiToken was revoked or has expired since, and Suspended. Whoever came with a JWT needs none any more."""
-        found, account = await self._store.accounts.token(token_id), await self._store.accounts.get(account_id)
+        """The caller of work that was accepted earlier and runs now. Raises UnknownToken where the account is gone or
+        the ApiToken was revoked or has expired since, and AccountSuspended. A JWT need not be valid any more."""
+        row, account = await self._store.accounts.token(token_id), await self._store.accounts.get(account_id)
         if account is None:
             raise UnknownToken(f"there is no account {account_id}")
         if account.suspended_at is not None:
             raise AccountSuspended(f"account {account.id} is suspended")
-        if found is None:
+        if row is None:
             return await self._caller(account, ApiToken(token_id, account.id, token_id, account.created_at))
-        token = found[0]
+        token = row[0]
         if token.revoked_at is not None or (token.expires_at is not None and self._clock() >= token.expires_at):
             raise UnknownToken(f"ApiToken {token_id} was revoked or has expired")
         return await self._caller(account, token)
@@ -108,14 +108,14 @@ class AccountService:
     async def _look_up(self, credential: str, seen: _Verified | None) -> _Verified:
         token_id, asked_at = parse_token(credential), self._clock()
         try:
-            found = await self._store.accounts.token(token_id)
+            row = await self._store.accounts.token(token_id)
         except StoreUnavailable:
             if seen is not None and seen.token.revoked_at is not None:
                 return seen  # a revocation that was seen stays in force while the store is away
             raise
-        if found is None:
+        if row is None:
             raise UnknownToken(f"no ApiToken {token_id}")
-        token, seals, account = found
+        token, seals, account = row
         digest = self._digest(credential)
         opened = [seal for seal in seals if hmac.compare_digest(digest, seal.digest) and seal.pepper == PEPPER]
         if not opened:
@@ -150,7 +150,7 @@ class AccountService:
         )
 
     async def _shared_scope(self, account: Account) -> bytes:
-        """That of its sharing group once all its members name the very same accounts, else its own."""
+        """The scope of its sharing group once all members name the very same accounts, else its own."""
         members = frozenset(account.settings.sharing)
         if account.id not in members or len(members) < 2:
             return self.scope(account.id)
@@ -198,7 +198,9 @@ class AccountService:
                 raise Conflict(f"the account has revision {account.revision} by now, not {revision}: read it again")
             changed = structs.replace(change(account), revision=account.revision + 1)
             if changed.settings.zero_retention and not account.settings.zero_retention:
-                changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before is to go too
+                changed = structs.replace(
+                    changed, epoch=changed.epoch + 1
+                )  # prefixes that were cached before must go too
             if await self._store.accounts.update(changed):
                 if changed.settings.zero_retention:
                     await self._store.batches.discard(account_id)
@@ -206,7 +208,7 @@ class AccountService:
         raise Conflict("the account is being changed by others all the time; try again")
 
     async def suspend(self, account_id: str) -> Account:
-        """Its calls are refused on every gateway within 1 s, and those that run end within 5 s."""
+        """Refuses its calls on every gateway within 1 s; running ones end within 5 s."""
         now = int(self._clock())
         return await self.update(
             account_id, lambda account: structs.replace(account, suspended_at=account.suspended_at or now)
@@ -216,13 +218,13 @@ class AccountService:
         return await self.update(account_id, lambda account: structs.replace(account, suspended_at=None))
 
     async def purge_cache(self, account_id: str) -> Account:
-        """No prefix that was cached for it until now is found by a request that begins a second from now."""
+        """Hides all prefixes that were cached for it until now from requests that begin a second from now."""
         return await self.update(account_id, lambda account: structs.replace(account, epoch=account.epoch + 1))
 
     async def plans(self) -> Sequence[Plan]:
-        """All that an account may have, by name."""
-        kept = {plan.name: plan for plan in await self._store.accounts.plans()}
-        return sorted({DEFAULT_PLAN.name: DEFAULT_PLAN, **kept}.values(), key=lambda plan: plan.name)
+        """All plans that an account may have, by name."""
+        stored = {plan.name: plan for plan in await self._store.accounts.plans()}
+        return sorted({DEFAULT_PLAN.name: DEFAULT_PLAN, **stored}.values(), key=lambda plan: plan.name)
 
     async def plan(self, name: str) -> Plan:
         for plan in await self.plans():
@@ -231,28 +233,30 @@ class AccountService:
         raise NotFound(f"no plan {name!r}; `hearth plans list` shows them")
 
     async def put_plan(self, plan: Plan, revision: int | None = None) -> Plan:
-        """A new plan, or another content of one; in force for its accounts on every gateway within 1 s.
+        """Creates or replaces a plan; it is in force for its accounts on every gateway within 1 s.
 
         `revision` is the one that it is based on, 0 where there must be none yet. Raises Conflict, and ValueError for
         more plans than PLANS_MAX.
         """
         for _ in range(AMENDS_MAX):
-            kept = {one.name: one.revision for one in await self._store.accounts.plans()}
-            before = kept.get(plan.name, 0)
+            revisions = {one.name: one.revision for one in await self._store.accounts.plans()}
+            before = revisions.get(plan.name, 0)
             if revision is not None and revision != before:
                 raise Conflict(f"plan {plan.name} has revision {before} by now, not {revision}: read it again")
-            if not before and len(kept) >= PLANS_MAX:
-                raise ValueError(f"there are {len(kept)} plans, and the most is {PLANS_MAX}")
+            if not before and len(revisions) >= PLANS_MAX:
+                raise ValueError(f"there are {len(revisions)} plans, and the most is {PLANS_MAX}")
             changed = structs.replace(plan, revision=before + 1)
             if await self._store.accounts.put_plan(changed):
                 return changed
         raise Conflict("the plan is being changed by others all the time; try again")
 
     async def remove_plan(self, name: str) -> None:
-        """Raises NotFound, and Conflict where accounts have it. The default one has its first content again."""
-        held = [account.id for account in await self._store.accounts.list() if account.plan.name == name]
-        if held and name != DEFAULT_PLAN.name:
-            raise Conflict(f"{len(held)} accounts have the plan {name}, {held[0]} among them: give them another first")
+        """Removes a plan; the default one gets its first content again. Raises NotFound, and Conflict while in use."""
+        users = [account.id for account in await self._store.accounts.list() if account.plan.name == name]
+        if users and name != DEFAULT_PLAN.name:
+            raise Conflict(
+                f"{len(users)} accounts have the plan {name}, {users[0]} among them: give them another first"
+            )
         if not await self._store.accounts.remove_plan(name):
             raise NotFound(f"no plan {name!r} to remove; `hearth plans list` shows them")
 
@@ -276,8 +280,8 @@ class AccountService:
         return token, text
 
     async def roll(self, token_id: str, grace_s: float = 0.0) -> tuple[ApiToken, str]:
-        """A new secret for a token, and its text, shown this once. The one before it opens for `grace_s` seconds yet,
-        on every gateway; older ones no more. Raises NotFound, also where the token was revoked."""
+        """A new secret for a token, and its text, shown this once. The secret before it opens for `grace_s` seconds
+        more, on every gateway; older ones do not. Raises NotFound, also where the token was revoked."""
         token, seals = await self._live_token(token_id)
         text = token_text(token_id, self._entropy)
         now = int(self._clock())
@@ -288,7 +292,7 @@ class AccountService:
     async def update_token(
         self, token_id: str, name: str, expires_at: float | None, grant: Grant, limits: Limits = NO_LIMITS
     ) -> ApiToken:
-        """The token said anew, in force on every gateway within 1 s. Raises NotFound."""
+        """Replaces a token's name, expiry, grant and limits on every gateway within 1 s. Raises NotFound."""
         token, seals = await self._live_token(token_id)
         expiry = None if expires_at is None else int(expires_at)
         changed = structs.replace(token, name=checked_name(name), expires_at=expiry, grant=grant, limits=limits)
@@ -297,24 +301,24 @@ class AccountService:
 
     async def token(self, token_id: str) -> ApiToken:
         """Raises NotFound."""
-        found = await self._store.accounts.token(token_id)
-        if found is None:
+        row = await self._store.accounts.token(token_id)
+        if row is None:
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
-        return found[0]
+        return row[0]
 
     async def _live_token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
-        found = await self._store.accounts.token(token_id)
-        if found is None or found[0].revoked_at is not None:
+        row = await self._store.accounts.token(token_id)
+        if row is None or row[0].revoked_at is not None:
             raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
-        return found[0], found[1]
+        return row[0], row[1]
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
-        """All of one account, revoked and expired ones too, oldest first."""
+        """All tokens of one account, revoked and expired ones too, oldest first."""
         await self.get(account_id)
         return await self._store.accounts.tokens(account_id)
 
     async def revoke(self, token_id: str) -> None:
-        """For good, and on every gateway within 1 s."""
+        """Revokes a token for good, on every gateway within 1 s."""
         if not await self._store.accounts.revoke(token_id, int(self._clock())):
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
 
@@ -331,7 +335,7 @@ class AccountService:
 
 
 def checked_name(name: str) -> str:
-    """The name as it is kept, or ValueError."""
+    """The stripped name. Raises ValueError."""
     name = name.strip()
     if not name or len(name) > NAME_MAX or not name.isprintable():
         raise ValueError(f"a name is 1 to {NAME_MAX} printable characters, not {name!r}")

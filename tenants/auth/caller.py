@@ -1,4 +1,4 @@
-"""Whom a verified credential speaks for. It knows neither tokens' secrets nor stores."""
+"""The account and rights of a verified credential. It knows neither tokens' secrets nor stores."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from tenants.records.limits import NO_LIMITS, Limits
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who a verified credential speaks for, and until when (seconds since 1970).
+    """The account that a verified credential speaks for, and until when (seconds since 1970).
 
-    limits        what holds for its account; `token_limits` what the token has of its own beside.
-    scope         16 bytes that separate the prefix caches which it may share from all others.
-    own_scope     the same of its account alone, whatever it shares.
+    limits          those of its account; `token_limits` are the token's own.
+    scope           16 bytes that separate the prefix caches which it may share from all others.
+    account_scope   the scope of its account alone, whatever it shares.
     """
 
     account: Account

@@ -2,7 +2,7 @@
 
 
 class Unauthenticated(Exception):
-    """This credential opens nothing."""
+    """The credential opens nothing."""
 
 
 class MalformedToken(Unauthenticated):
@@ -10,7 +10,7 @@ class MalformedToken(Unauthenticated):
 
 
 class UnknownToken(Unauthenticated):
-    """A well-formed ApiToken that was never issued here, is revoked, or has expired; or a JWT that is not believed."""
+    """A well-formed ApiToken that was never issued here, is revoked, or has expired; or a JWT that is refused."""
 
 
 class AccountSuspended(Exception):
@@ -22,4 +22,4 @@ class NotFound(LookupError):
 
 
 class Conflict(Exception):
-    """It was changed since the revision that this change is based on, or is in use. Nothing was changed."""
+    """The record was changed since the revision that this change is based on, or is in use. Nothing was changed."""

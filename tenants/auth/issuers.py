@@ -1,7 +1,7 @@
-"""JSON Web Tokens of configured issuers: which are believed, and what their claims open here. It knows no store.
+"""JSON Web Tokens of configured issuers: which are accepted, and what their claims open here. It knows no store.
 
-Of a JWT that is believed the same text is believed again without its signature being computed, as long as the
-issuer still has the key and the JWT has not expired.
+An accepted JWT is accepted again without computing its signature, as long as the issuer still has the key and the JWT
+has not expired.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROVEN_MAX: Final = 10_000  # JWTs whose signatures are remembered
-LOGGED_MAX: Final = 100  # reasons that are told to the operator
+LOGGED_MAX: Final = 100  # reasons that are logged
 REASON_MAX: Final = 200
 NAME_MAX: Final = 255  # of `sub` and `jti`
 _URL: Final = re.compile(r"https?://[!-~]+")
@@ -111,7 +111,7 @@ class _Claims(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class JwtIdentity:
-    """What a JWT that is believed opens. `token_id` is the same for all of one issuer and subject."""
+    """The account and rights of an accepted JWT. `token_id` is the same for all JWTs of one issuer and subject."""
 
     account_id: str
     token_id: str
@@ -129,7 +129,7 @@ class _Proven:
 
 
 class JwtVerifier:
-    """All of one gateway. `run` keeps their keys fresh; without it every JWT is met by IssuerUnavailable."""
+    """The issuers of one gateway. `run` keeps their keys fresh; without it `verify` raises IssuerUnavailable."""
 
     def __init__(self, issuers: Sequence[Issuer], clock: Clock = time.time) -> None:
         self._clock = clock
@@ -144,7 +144,7 @@ class JwtVerifier:
                 group.create_task(keys.run())
 
     async def verify(self, text: str) -> JwtIdentity:
-        """Raises JwtRefused or IssuerUnavailable. Costs one hash for a text that was believed before."""
+        """Raises InvalidJwt or IssuerUnavailable. Costs one hash for a text that was accepted before."""
         digest = hashlib.sha256(text.encode()).digest()
         proven = self._proven.get(digest)
         if proven is None or (proven.keys.known or {}).get(proven.kid) is not proven.key:
@@ -182,14 +182,14 @@ class JwtVerifier:
             raise
 
     def _log_once(self, issuer: str, reason: str) -> None:
-        """Each reason once: what an issuer signed and is refused all the same points at its settings, here or there."""
+        """Logs each reason once: a signed and refused JWT points at the issuer's settings, here or there."""
         if (issuer, reason) not in self._logged and len(self._logged) < LOGGED_MAX:
             self._logged.add((issuer, reason))
             log.warning("jwt_refused", extra={"fields": {"issuer": issuer, "reason": reason}})
 
 
 def keys_of(issuer: Issuer) -> "JwksCache":
-    """Not fetched yet. Cryptography takes a tenth of a second to import: only those who have issuers wait for it."""
+    """The issuer's keys, not fetched yet. Importing cryptography takes 0.1 s, which only servers with issuers pay."""
     from tenants.auth.jwks import JwksCache
 
     place = issuer.jwks_url or issuer.jwks_file
@@ -198,21 +198,23 @@ def keys_of(issuer: Issuer) -> "JwksCache":
 
 
 def identity_of(issuer: Issuer, claims: dict[str, Any], now: float) -> JwtIdentity:
-    """What claims open that this issuer signed, until they expire. Raises JwtRefused."""
+    """The identity in claims that this issuer signed, until they expire. Raises InvalidJwt."""
     try:
-        given = msgspec.convert(claims, _Claims)
+        registered = msgspec.convert(claims, _Claims)
     except msgspec.ValidationError as error:
         raise InvalidJwt(f"its claims are wrong: {error}") from None
-    if issuer.audience not in ([given.aud] if isinstance(given.aud, str) else given.aud):
+    if issuer.audience not in ([registered.aud] if isinstance(registered.aud, str) else registered.aud):
         raise InvalidJwt("its 'aud' is not this server")
-    if given.iat > now + issuer.leeway_s:
+    if registered.iat > now + issuer.leeway_s:
         raise InvalidJwt("its 'iat' lies in the future")
-    if given.nbf > now + issuer.leeway_s:
+    if registered.nbf > now + issuer.leeway_s:
         raise InvalidJwt("its 'nbf' lies in the future")
-    if given.exp - given.iat > issuer.token_s_max:
-        raise InvalidJwt(f"it lives for {given.exp - given.iat:.0f} s; the most is {issuer.token_s_max}")
-    token_id = _token_id(issuer.name, given.sub)
-    return JwtIdentity(_account(issuer, claims), token_id, _grant(issuer, claims), int(given.iat), int(given.exp))
+    if registered.exp - registered.iat > issuer.token_s_max:
+        raise InvalidJwt(f"it lives for {registered.exp - registered.iat:.0f} s; the most is {issuer.token_s_max}")
+    token_id = _token_id(issuer.name, registered.sub)
+    return JwtIdentity(
+        _account(issuer, claims), token_id, _grant(issuer, claims), int(registered.iat), int(registered.exp)
+    )
 
 
 def _account(issuer: Issuer, claims: dict[str, Any]) -> str:
@@ -226,8 +228,8 @@ def _account(issuer: Issuer, claims: dict[str, Any]) -> str:
 
 def _grant(issuer: Issuer, claims: dict[str, Any]) -> Grant:
     """Words that are no permissions, or more than the issuer may give, give nothing."""
-    given = _words(claims, issuer.permissions_claim, issuer.permissions)
-    permissions = tuple(one for one in Permission if one in given and one in issuer.permissions_max)
+    words = _words(claims, issuer.permissions_claim, issuer.permissions)
+    permissions = tuple(one for one in Permission if one in words and one in issuer.permissions_max)
     if not permissions:
         raise InvalidJwt(f"its '{issuer.permissions_claim}' gives no permission")
     try:

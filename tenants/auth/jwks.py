@@ -55,7 +55,7 @@ class JwksCache:
 
     @property
     def known(self) -> dict[str, PublicKey] | None:
-        """By key id, as of the last fetch that succeeded; None before the first."""
+        """The keys by key id, of the last fetch that succeeded; None before the first."""
         return self._keys
 
     async def key(self, kid: str) -> PublicKey | None:

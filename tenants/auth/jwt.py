@@ -21,7 +21,7 @@ class InvalidJwt(Exception):
 
 
 class Jwt(NamedTuple):
-    """What a text says of itself. Nothing of it is proven yet."""
+    """The parts of a JWT's text. Nothing of it is proven yet."""
 
     algorithm: object
     kid: str
@@ -34,7 +34,7 @@ def is_jwt(text: str) -> bool:
 
 
 def read_jwt(text: str) -> Jwt:
-    """Raises JwtRefused. Costs are bounded by JWT_BYTES_MAX."""
+    """Raises InvalidJwt. Costs are bounded by JWT_BYTES_MAX."""
     if len(text) > JWT_BYTES_MAX:
         raise InvalidJwt(f"it has {len(text)} characters; the most is {JWT_BYTES_MAX}")
     if not is_jwt(text):
@@ -61,24 +61,24 @@ def read_jwt(text: str) -> Jwt:
 def parse_object(text: bytes) -> dict[str, Any]:
     """JSON in UTF-8 without NaN, lone surrogates, numbers out of range or repeated keys. Raises ValueError."""
     try:
-        found = _decode_object(text)
+        document = _decode_object(text)
         json.loads(text, object_pairs_hook=_unrepeated)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"its JSON is wrong: {error}") from None
-    return found
+    return document
 
 
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    document = dict(pairs)
+    if len(document) != len(pairs):
         raise ValueError("its JSON has a key twice")
-    return found
+    return document
 
 
 def _decoded(part: str) -> bytes:
-    """Of several texts with the same bytes, only the one that an encoder writes is taken."""
+    """Decodes base64url. Raises ValueError for a text that no encoder writes."""
     decoded = base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
     if base64.urlsafe_b64encode(decoded).rstrip(b"=").decode() != part:
         raise ValueError("its base64url is not as an encoder writes it")

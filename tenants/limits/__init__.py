@@ -1,1 +1,1 @@
-"""What a caller may use, reserved before a call and settled after it."""
+"""Limits of callers: reserved before a call and settled after it."""

@@ -1,7 +1,7 @@
-"""Which limits a request is measured against, and what it takes of each. It does not know who keeps the counts.
+"""Limits that a request is measured against, and what it takes of each. It does not know how stores count.
 
-A subject is whose limit it is: the account (""), one of its tokens ("token:ID"), a class of models ("class:NAME"), or
-a token's calls of a class ("token:ID class:NAME"). What a subject used is counted from when it has a limit.
+A subject is the owner of a limit: the account (""), one of its tokens ("token:ID"), a class of models ("class:NAME"),
+or a token's calls of a class ("token:ID class:NAME"). Usage of a subject is counted from when it has a limit.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from tenants.records.usage import MICRO, month_us_left, us_left
 
 
 class RequestSize(NamedTuple):
-    """The most that a request can use. `min_micro_neurons` are what it would be content with."""
+    """The most that a request can use. `min_micro_neurons` are enough for it to run."""
 
     micro_neurons: int = 0
     min_micro_neurons: int = 0
@@ -22,7 +22,7 @@ class RequestSize(NamedTuple):
 
 
 class LimitStatus(NamedTuple):
-    """What a cap has left, in the unit of its limit, and in how many seconds it is whole again."""
+    """The rest of a cap, in the unit of its limit, and in how many seconds it is whole again."""
 
     subject: str
     measure: DenialReason
@@ -34,17 +34,17 @@ class LimitStatus(NamedTuple):
 def limited_subjects(account: Limits, token_id: str, token: Limits, model_class: str) -> list[tuple[str, Limits]]:
     """The subjects that this call is counted for, the account first, and the limits of each."""
     of_token = f"token:{token_id}"
-    found = [("", account)]
+    always = [("", account)]
     candidates = (
         (f"class:{model_class}", account.classes.get(model_class)),
         (of_token, token),
         (f"{of_token} class:{model_class}", token.classes.get(model_class)),
     )
-    return found + [(subject, limits) for subject, limits in candidates if limits is not None and not limits.empty]
+    return always + [(subject, limits) for subject, limits in candidates if limits is not None and not limits.empty]
 
 
 def caps_of(subjects: Sequence[tuple[str, Limits]], size: RequestSize) -> tuple[Cap, ...]:
-    """In the order in which they are looked at: what lasts longest is told first."""
+    """The caps in the order of decisions: the limit that lasts longest comes first."""
     return tuple(cap for subject, limits in subjects for cap in _caps(subject, limits, size))
 
 
@@ -75,7 +75,7 @@ def _caps(subject: str, limits: Limits, size: RequestSize) -> Iterator[Cap]:
 
 
 def limit_status(cap: Cap, left: int, now_us: int) -> LimitStatus:
-    """`left` is what a store says of the cap."""
+    """`left` is the store's answer for the cap."""
     if cap.measure in RATES:
         behind_us = max(cap.room_us - left, 0)
         one_us = MINUTE_US / cap.allowed

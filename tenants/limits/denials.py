@@ -26,18 +26,18 @@ class AlreadyRecorded(Exception):
     """A request of this id ran before and has its usage record; a new request needs a new id."""
 
 
-def denial_error(refused: Denied, caller: Caller, hold: Hold) -> Exception:
+def denial_error(denied: Denied, caller: Caller, hold: Hold) -> Exception:
     """What reserve() raises for it, in words that say what to change."""
-    reason = refused.reason
+    reason = denied.reason
     if reason in (DenialReason.REVOKED, DenialReason.NO_ACCOUNT):
         return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
     if reason is DenialReason.SUSPENDED:
         return AccountSuspended(f"account {caller.account.id} is suspended")
     if reason is DenialReason.RECORDED:
         return AlreadyRecorded("this request id was used before; send the request under a new one")
-    retry_after_s = max(1, -(-refused.retry_after_us // MICRO))
-    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (refused.subject, reason)]
-    message = _explained(refused, cap, _subject_text(refused.subject, caller), retry_after_s)
+    retry_after_s = max(1, -(-denied.retry_after_us // MICRO))
+    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (denied.subject, reason)]
+    message = _explained(denied, cap, _subject_text(denied.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
     lasting = cap.min_amount > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
     return QuotaExceeded(
@@ -48,40 +48,40 @@ def denial_error(refused: Denied, caller: Caller, hold: Hold) -> Exception:
 def _subject_text(subject: str, caller: Caller) -> str:
     """`account acme`, `this token for models of class large`, …"""
     of_class = subject.partition("class:")[2]
-    whose = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
-    return f"{whose} for models of class {of_class}" if of_class else whose
+    owner = "this token" if subject.startswith("token:") else f"account {caller.account.name}"
+    return f"{owner} for models of class {of_class}" if of_class else owner
 
 
-def _explained(refused: Denied, cap: Cap, whose: str, retry_after_s: int) -> str:
+def _explained(refused: Denied, cap: Cap, subject: str, retry_after_s: int) -> str:
     allowed = refused.allowed
     match refused.reason:
         case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
-            return _over_budget(refused, cap, whose)
+            return _over_budget(refused, cap, subject)
         case DenialReason.REQUESTS_PER_MINUTE:
-            return f"{whose} may start {allowed:,} requests per minute; wait {retry_after_s} s"
+            return f"{subject} may start {allowed:,} requests per minute; wait {retry_after_s} s"
         case DenialReason.CONCURRENT_REQUESTS:
-            return f"{whose} may run {allowed:,} requests at once; wait for one to end"
+            return f"{subject} may run {allowed:,} requests at once; wait for one to end"
         case _:
             kind = "input" if refused.reason is DenialReason.INPUT_TOKENS_PER_MINUTE else "output"
             if cap.cost_us > cap.room_us:
                 return (
-                    f"this request may need {cap.amount:,} {kind} tokens, and {whose} has {allowed:,} a minute: it can "
-                    "never run; shorten the prompt, lower max_tokens, or ask for a higher limit"
+                    f"this request may need {cap.amount:,} {kind} tokens, and {subject} has {allowed:,} a minute: it "
+                    "can never run; shorten the prompt, lower max_tokens, or ask for a higher limit"
                 )
-            return f"{whose} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
+            return f"{subject} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
 
 
-def _over_budget(refused: Denied, cap: Cap, whose: str) -> str:
+def _over_budget(refused: Denied, cap: Cap, subject: str) -> str:
     needed, used, allowed = cap.min_amount / MICRO, refused.used / MICRO, refused.allowed / MICRO
     day = refused.reason is DenialReason.NEURONS_PER_DAY
     if needed > allowed:
         return (
-            f"this request may need {needed:,.1f} neurons, and {whose} has {allowed:,.1f} for a whole "
+            f"this request may need {needed:,.1f} neurons, and {subject} has {allowed:,.1f} for a whole "
             f"{'day' if day else 'month'}: it can never run; shorten the prompt, lower max_tokens, or ask the operator "
             "for a higher limit"
         )
     return (
         f"this request may need {needed:,.1f} neurons, and {used:,.1f} of {'today' if day else 'this month'}'s "
-        f"{allowed:,.1f} of {whose} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
+        f"{allowed:,.1f} of {subject} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
         f"{'' if day else ' of the first of the next month'}"
     )

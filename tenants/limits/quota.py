@@ -1,4 +1,4 @@
-"""What a caller may use: neurons are reserved before a request runs and settled exactly once after. It knows no routes.
+"""Quotas: neurons are reserved before a request runs and settled exactly once after. It knows no routes.
 
     reserve ─► [checkpoint …] ─► settle ─► run() writes it to the store ──► ledger
                                               └─ store away ─► outbox (fsync) ─► replayed when it is back
@@ -76,15 +76,15 @@ class Quota:
 
         `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
         again and counted once. Raises QuotaExceeded, StoreUnavailable, UnknownToken when the token was revoked since it
-        was verified, Suspended, AlreadyRecorded. When it raises nothing is held; what a store took too late is given
-        back as soon as it takes settlements again.
+        was verified, AccountSuspended, AlreadyRecorded. When it raises nothing is held; what a store took too late is
+        given back as soon as it takes settlements again.
         """
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
         started_us = int(self._clock() * MICRO)
         subjects = limited_subjects(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
         size = demand.size()
-        asked = Reservation(
+        request = Reservation(
             account_id=caller.account.id,
             request_id=request_id,
             day=day_of(started_us),
@@ -98,41 +98,41 @@ class Quota:
             tags="\n".join(demand.tags),
             metadata=demand.metadata,
         )
-        measured = caps_of(subjects, size)
+        caps = caps_of(subjects, size)
         hold = Hold(
-            asked.record(CallUsage(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), measured, demand.output_tokens
+            request.record(CallUsage(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), caps, demand.output_tokens
         )
         try:
             decision = await self._store.reserve(hold)
         except asyncio.CancelledError:
-            self._write_later(asked.record(CallUsage(), "cancelled"))  # the store may have granted it
+            self._write_later(request.record(CallUsage(), "cancelled"))  # the store may have granted it
             raise
         except StoreUnavailable as outage:
             if outage.unsure:
-                self._write_later(asked.record(CallUsage(), "store_unavailable"))
+                self._write_later(request.record(CallUsage(), "store_unavailable"))
             raise
         if isinstance(decision, Denied):
             raise denial_error(decision, caller, hold)
         granted = msgspec.structs.replace(
-            asked,
+            request,
             day=decision.day,
             held=decision.held,
             output_tokens=demand.affordable(decision.held),
-            limits_left=limits_status(measured, decision.remaining, started_us),
+            limits_left=limits_status(caps, decision.remaining, started_us),
         )
         opened = self._open.setdefault(
-            (asked.account_id, request_id), _OpenReservation(granted, CallUsage(), self._clock())
+            (request.account_id, request_id), _OpenReservation(granted, CallUsage(), self._clock())
         )
         return opened.reservation
 
     async def limits_left(
         self, account: Account, token_id: str = "", token: Limits = NO_LIMITS
     ) -> Sequence[LimitStatus]:
-        """What the account's limits have left now, and those of one of its tokens; of all classes that have any."""
+        """The rest of the account's limits and of one of its tokens' now, with those of all classes."""
         classes = sorted(account.limits.classes.keys() | token.classes.keys())
         pairs = [pair for name in ("", *classes) for pair in limited_subjects(account.limits, token_id, token, name)]
-        measured = caps_of(list(dict(pairs).items()), RequestSize())
-        return limits_status(measured, await self._store.remaining(account.id, measured), int(self._clock() * MICRO))
+        caps = caps_of(list(dict(pairs).items()), RequestSize())
+        return limits_status(caps, await self._store.remaining(account.id, caps), int(self._clock() * MICRO))
 
     def checkpoint(self, reservation: Reservation, spent: CallUsage) -> None:
         """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
@@ -150,11 +150,11 @@ class Quota:
         self._woken.set()
 
     def forget(self, reservation: Reservation) -> None:
-        """Somebody else settles it: whoever wrote its record in another way, or runs it again under the same id."""
+        """Drops a reservation that another writer settles, or that runs again under the same id."""
         self._open.pop((reservation.account_id, reservation.request_id), None)
 
     async def run(self) -> None:
-        """Until cancelled: writes settlements as they come, renews holds, sweeps expired ones, replays the outbox."""
+        """Writes settlements, renews holds, sweeps expired ones and replays the outbox, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._drain())
             tasks.create_task(self._every(CHECKPOINT_S / 5, self.renew))
@@ -168,7 +168,7 @@ class Quota:
             await self.flush()
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
-        """However long the store or the disk is away, the next turn tries again; the log has its beginning and end."""
+        """Repeats `act`, however long the store or the disk is away; the log has the beginning and end of an outage."""
         waits = False
         while True:
             await asyncio.sleep(seconds)
@@ -184,7 +184,7 @@ class Quota:
                 waits = False
 
     async def flush(self) -> None:
-        """Every settlement so far is in the store or, when the store is away, in the outbox. They stay in memory only
+        """Writes every settlement so far to the store or, when it is away, to the outbox. They stay in memory only
         where both fail, and the next call tries again."""
         async with self._draining:
             while self._settled:
@@ -250,7 +250,7 @@ class Quota:
         log.warning("replayed %d settlements from %s; %d damaged lines", len(records), path.name, damaged)
 
     async def close(self) -> None:
-        """The last settlements and checkpoints are written. Call it when run() has ended."""
+        """Writes the last settlements and checkpoints. Call it when run() has ended."""
         await self.flush()
         if self._settled:
             log.error("%d settlements end with this process; their holds are charged as checkpointed", self.unwritten)

@@ -1,6 +1,6 @@
-"""Compares what was counted with what was recorded, each account's day once it is over. It does not mend what differs.
+"""Compares counters with records, for each account's day once it is over. It does not repair differences.
 
-Of many gateways whoever comes first takes an account, so that each day is gone through once.
+The first of many gateways claims an account, so that each day is compared once.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class Reconciler:
         self.different = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Compares days that are over, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -38,7 +38,7 @@ class Reconciler:
                 log.warning("reconciler_waits", extra={"fields": {"for": str(problem)}})
 
     async def look(self) -> None:
-        """Goes through the last day that is over, unless that was done. Raises StoreUnavailable."""
+        """Compares the last day that is over, once. Raises StoreUnavailable."""
         day = day_of(int(self._clock() * MICRO) - DAY_US - AFTER_US)
         if day == self._done:
             return

@@ -1,4 +1,4 @@
-"""What one request asks for, holds and has used, in tokens and neurons. It knows no store and no clock."""
+"""The demand, the reservation and the usage of one request, in tokens and neurons. It knows no store and no clock."""
 
 import math
 from typing import NamedTuple
@@ -32,8 +32,8 @@ class NeuronPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuotaRequest(NamedTuple):
-    """What a request asks for: at most `output_tokens`, over all its choices, behind its prompt. Where its budget has
-    less it is content with `min_output_tokens`. `tags` and `metadata`, a JSON object, go into its record."""
+    """The demand of a request: at most `output_tokens`, over all its choices, behind its prompt. `min_output_tokens`
+    are enough where its budget has less. `tags` and `metadata`, a JSON object, go into its record."""
 
     model: str
     price: NeuronPrice
@@ -45,17 +45,17 @@ class QuotaRequest(NamedTuple):
     metadata: str = ""
 
     def size(self) -> RequestSize:
-        most, price = self.output_tokens, self.price
-        least = most if self.min_output_tokens is None else min(self.min_output_tokens, most)
+        max_tokens, price = self.output_tokens, self.price
+        min_tokens = max_tokens if self.min_output_tokens is None else min(self.min_output_tokens, max_tokens)
         return RequestSize(
-            micro_neurons=price.micro_neurons(self.prompt_tokens, 0, most),
-            min_micro_neurons=price.micro_neurons(self.prompt_tokens, 0, least),
+            micro_neurons=price.micro_neurons(self.prompt_tokens, 0, max_tokens),
+            min_micro_neurons=price.micro_neurons(self.prompt_tokens, 0, min_tokens),
             input_tokens=self.prompt_tokens,
-            output_tokens=most,
+            output_tokens=max_tokens,
         )
 
     def affordable(self, micro_neurons: int) -> int:
-        """How many of its output tokens so much pays for, behind the whole prompt."""
+        """How many output tokens so much pays for, behind the whole prompt."""
         if not self.price.output or micro_neurons >= self.size().micro_neurons:
             return self.output_tokens
         tokens = int((micro_neurons - self.prompt_tokens * self.price.input) / self.price.output)
@@ -65,7 +65,7 @@ class QuotaRequest(NamedTuple):
 
 
 class CallUsage(msgspec.Struct, frozen=True):
-    """What a request has used, so far or in the end. `outcome` is the gateway's word for how it ended."""
+    """Usage of a request, so far or in the end. `outcome` is the gateway's word for how it ended."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -78,8 +78,8 @@ class CallUsage(msgspec.Struct, frozen=True):
 class Reservation(msgspec.Struct, frozen=True):
     """A granted request. `held` micro-neurons are charged to `day` until it is settled.
 
-    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `limits_left` is what
-    its limits have left while it holds these.
+    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `limits_left` is the
+    rest of its limits while it holds these.
     """
 
     account_id: str
@@ -97,13 +97,13 @@ class Reservation(msgspec.Struct, frozen=True):
     limits_left: tuple[LimitStatus, ...] = ()
 
     def limits_after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
-        """What its neuron limits have left once it is settled, if nobody else used them meanwhile."""
+        """The rest of its neuron limits once it is settled, if no other call uses them meanwhile."""
         back = (self.held - self._micro_neurons(spent)) / MICRO
         budgets = (left for left in self.limits_left if left.measure in BUDGETS)
         return tuple(left._replace(remaining=max(0.0, min(left.allowed, left.remaining + back))) for left in budgets)
 
     def neurons(self, spent: CallUsage) -> float:
-        """What `spent` costs; the same number that the ledger keeps."""
+        """The cost of `spent`, as in the ledger."""
         return self._micro_neurons(spent) / MICRO
 
     def record(self, spent: CallUsage, outcome: str) -> UsageRecord:

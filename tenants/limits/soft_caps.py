@@ -1,4 +1,4 @@
-"""Soft caps: that a part of an account's neurons is used, told once a window. It does not know how that is sent."""
+"""Soft caps: a notice once a window when a part of an account's neurons is used. It does not send them."""
 
 import asyncio
 import hmac
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class SoftCaps:
-    """What one gateway saw passed. Everything here is called from one event loop."""
+    """Thresholds that one gateway saw passed. Everything here is called from one event loop."""
 
     def __init__(self, store: NoticeStore, clock: Clock) -> None:
         self._store = store
@@ -35,26 +35,27 @@ class SoftCaps:
         self._sent_ids: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[str, Notice] = {}
 
-    def check(self, account: Account, found: Iterable[LimitStatus]) -> None:
-        """What its neuron limits have left now. A few microseconds where nobody wants to know; never raises."""
+    def check(self, account: Account, statuses: Iterable[LimitStatus]) -> None:
+        """Queues a notice for each threshold that its neuron limits have passed. Never raises; takes a few
+        microseconds without notices."""
         notices = account.settings.notices
         if notices is None:
             return
-        for left in found:
-            if left.measure not in BUDGETS:
+        for status in statuses:
+            if status.measure not in BUDGETS:
                 continue
-            used = 1.0 if left.allowed <= 0 else 1 - left.remaining / left.allowed
+            used = 1.0 if status.allowed <= 0 else 1 - status.remaining / status.allowed
             for part in notices.at:
                 if used >= part - 1e-9:
-                    self._queue_notice(account, notices.url, left, part)
+                    self._queue_notice(account, notices.url, status, part)
 
-    def _queue_notice(self, account: Account, url: str, left: LimitStatus, part: float) -> None:
+    def _queue_notice(self, account: Account, url: str, status: LimitStatus, part: float) -> None:
         now = self._clock()
         day = day_of(int(now * MICRO))
-        first = day if left.measure is DenialReason.NEURONS_PER_DAY else first_of_month(day)
+        first = day if status.measure is DenialReason.NEURONS_PER_DAY else first_of_month(day)
         window = datetime.fromtimestamp(first * 86_400, UTC).strftime("%Y-%m-%d")
-        which = f"{account.id} {left.subject} {left.measure} {window} {part} {left.allowed}"
-        id = f"notice_{sha256(which.encode()).hexdigest()[:32]}"
+        key = f"{account.id} {status.subject} {status.measure} {window} {part} {status.allowed}"
+        id = f"notice_{sha256(key.encode()).hexdigest()[:32]}"
         if id in self._sent_ids or id in self._pending or len(self._pending) >= PENDING_MAX:
             return
         body = {
@@ -62,18 +63,18 @@ class SoftCaps:
             "timestamp": datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds"),
             "data": {
                 "account_id": account.id,
-                "limit": left.measure.value,
-                "subject": left.subject,
+                "limit": status.measure.value,
+                "subject": status.subject,
                 "window": window,
                 "part": part,
-                "allowed": left.allowed,
-                "used_or_reserved": round(left.allowed - left.remaining, 6),
+                "allowed": status.allowed,
+                "used_or_reserved": round(status.allowed - status.remaining, 6),
             },
         }
         self._pending[id] = Notice(id, account.id, url, msgspec.json.encode(body), now)
 
     async def run(self) -> None:
-        """Until cancelled: writes what was passed to the store."""
+        """Writes queued notices to the store, until cancelled."""
         while True:
             await asyncio.sleep(WRITE_S)
             try:
@@ -82,7 +83,7 @@ class SoftCaps:
                 log.warning("notices_wait", extra={"fields": {"for": str(problem), "count": len(self._pending)}})
 
     async def flush(self) -> None:
-        """All notices so far are in the store. Raises StoreUnavailable; those not written stay."""
+        """Writes all notices so far to the store. Raises StoreUnavailable; unwritten notices stay."""
         for id, notice in list(self._pending.items()):
             await self._store.add(notice)
             del self._pending[id]
@@ -92,13 +93,13 @@ class SoftCaps:
 
 
 def notice_signer(secret: bytes) -> Callable[[str], bytes]:
-    """From an account's id to the key that signs what it is told; `secret` is the server's."""
+    """A function from an account's id to the key that signs its notices; `secret` is the server's."""
     root = hmac.digest(secret, b"hearth notices", "sha256")
     return lambda account_id: hmac.digest(root, account_id.encode(), "sha256")
 
 
 def webhook_secret(key: bytes) -> str:
-    """The key in the form of the Standard Webhooks specification, for whoever checks the signatures."""
+    """The key in the form of the Standard Webhooks specification, for receivers that check signatures."""
     return f"whsec_{b64encode(key).decode()}"
 
 

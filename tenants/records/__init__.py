@@ -1,1 +1,1 @@
-"""What is kept of tenants: plain structs, and what their fields mean."""
+"""Records of tenants: plain structs, and what their fields mean."""

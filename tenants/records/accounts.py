@@ -1,4 +1,4 @@
-"""An account, as it is kept."""
+"""An account's record."""
 
 import msgspec
 
@@ -10,9 +10,9 @@ from tenants.records.settings import Settings
 class Account(msgspec.Struct, frozen=True):
     """A tenant. `id` is 32 hex characters, times are seconds since 1970.
 
-    ceiling     what the operator gave this account in place of its plan's limits.
-    own         what its administrators lowered.
-    epoch       of its prefix caches; raising it makes what they hold unfindable.
+    ceiling     the operator's limits for this account in place of its plan's.
+    own         limits that its administrators lowered.
+    epoch       of its prefix caches; raising it hides all that they hold.
     revision    grows with every change, and lets a change that is based on an older one be refused.
     """
 
@@ -29,10 +29,10 @@ class Account(msgspec.Struct, frozen=True):
 
     @property
     def ceiling_limits(self) -> Limits:
-        """What its administrators may lower, and never raise."""
+        """The limits that its administrators may lower, and never raise."""
         return overlay(self.plan.limits, self.ceiling)
 
     @property
     def limits(self) -> Limits:
-        """What holds."""
+        """The limits in force."""
         return tighter(self.ceiling_limits, self.own)

@@ -1,10 +1,10 @@
-"""One thing that somebody did, as it is kept."""
+"""An entry of the audit log."""
 
 import msgspec
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """One thing that somebody did. `at` is seconds since 1970; `account_id` is "" for what concerns no one account.
+    """One action of one actor. `at` is seconds since 1970; `account_id` is "" for what concerns no one account.
 
     `seal` is made of all else and of the seal before it: tenants/audit.py.
     """

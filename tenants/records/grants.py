@@ -1,4 +1,4 @@
-"""What a credential may do: permissions, models by pattern, networks. It does not know who asks, or for what."""
+"""Rights of a credential: permissions, models by pattern, networks. It does not know the request."""
 
 import enum
 import fnmatch
@@ -19,7 +19,7 @@ class Permission(enum.StrEnum):
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The defaults are what every token could do before there were grants: inference with all models from everywhere.
+    """Rights of one credential. The defaults are those of tokens from before grants: all models, from everywhere.
 
     models      patterns of catalogue names, * and ? as in file names; a name that matches none is not served.
     networks    in CIDR notation; empty for everywhere.
@@ -60,9 +60,9 @@ class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         if not self.networks:
             return True
         try:
-            found = ipaddress.ip_address(address)
+            ip = ipaddress.ip_address(address)
         except ValueError:
             return False
-        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
-            found = found.ipv4_mapped
-        return any(found in ipaddress.ip_network(network) for network in self.networks)
+        if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped:
+            ip = ip.ipv4_mapped
+        return any(ip in ipaddress.ip_network(network) for network in self.networks)

@@ -1,4 +1,4 @@
-"""What a request holds of its limits before it runs, and the decision on it."""
+"""Holds of requests on their limits before they run, and the decisions on them."""
 
 import enum
 from typing import Final

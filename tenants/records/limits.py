@@ -79,13 +79,13 @@ def overlay(limits: Limits, over: Limits) -> Limits:
 
 def tighter(limits: Limits, own: Limits) -> Limits:
     """`limits`, or what `own` sets where that is less."""
-    least: dict[str, Any] = {}
+    limits_min: dict[str, Any] = {}
     for name in RANGES:
         values = [value for value in (getattr(limits, name), getattr(own, name)) if value is not None]
-        least[name] = min(values, default=None)
+        limits_min[name] = min(values, default=None)
     if own.requests_per_minute is not None and limits.requests_per_minute is not None:
         bursts = [burst for burst in (limits.at_once, own.at_once) if burst is not None]
-        least["burst"] = None if limits.burst is None and own.burst is None else min(bursts)
+        limits_min["burst"] = None if limits.burst is None and own.burst is None else min(bursts)
     names = limits.classes.keys() | own.classes.keys()
     classes = {name: tighter(limits.classes.get(name, NO_LIMITS), own.classes.get(name, NO_LIMITS)) for name in names}
-    return Limits(**least, classes=classes)
+    return Limits(**limits_min, classes=classes)

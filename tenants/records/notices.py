@@ -1,10 +1,10 @@
-"""Webhook notices that wait to be delivered."""
+"""Webhook notices that wait for delivery."""
 
 import msgspec
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """Something to be told to an account's own address, until it was taken or too many tries failed."""
+    """A message to an account's own address, until it was delivered or too many tries failed."""
 
     id: str
     account_id: str

@@ -12,8 +12,7 @@ PLAN_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an operator sells: limits, and the treatment beside others (engine.protocol.types.SchedulingTerms says what
-    each does there).
+    """Limits and scheduling of many accounts; engine.protocol.types.SchedulingTerms has the scheduling fields.
 
     `wait_s` is how long a request may wait for its turn before it is refused, None: as long as it lives.
     `revision` grows with every change.

@@ -1,4 +1,4 @@
-"""ApiTokens and what is kept of their secrets."""
+"""ApiTokens and digests of their secrets."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ class ApiToken(msgspec.Struct, frozen=True):
 
 
 class TokenDigest(msgspec.Struct, frozen=True):
-    """What is kept of a secret: its HMAC-SHA256, which pepper made it, and until when it opens if it was rolled."""
+    """The digest of a secret: its HMAC-SHA256, the pepper's version, and until when it opens if it was rolled."""
 
     digest: bytes
     pepper: int

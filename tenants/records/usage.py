@@ -1,4 +1,4 @@
-"""What a request used: one record per request however it ends, and a day's sums. It does not know who keeps them."""
+"""Usage: one record per request however it ends, and a day's sums. It does not know who stores them."""
 
 from datetime import UTC, datetime
 from typing import Final
@@ -11,14 +11,13 @@ EXPIRED: Final = "expired"  # the outcome that a store writes for a hold whose g
 
 
 class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What one request used. `day` is days since 1970 in UTC, the window that paid; times are microseconds since 1970.
+    """Usage of one request. `day` is days since 1970 in UTC, the window that paid; times are microseconds since 1970.
 
     The fields' order is read by the Redis scripts; new ones go to the end. A record whose outcome is EXPIRED holds
     the last checkpoint and is replaced, once, when the settlement still comes; every other record is final.
 
-    `subjects` are whose limits the request is counted against beside its account's, a line each:
-    tenants/limits/caps.py. `tags` and `metadata` are the caller's own words for it: a line each, and a JSON object.
-    Where nothing of a request may be kept they are empty.
+    `subjects` own the limits that the request counts against beside its account's, a line each: tenants/limits/caps.py.
+    `tags` and `metadata` are the caller's labels: a line each, and a JSON object. Under zero retention they are empty.
     """
 
     account_id: str
@@ -44,7 +43,7 @@ class UsageRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def subjects_counted(self) -> tuple[str, ...]:
-        """All subjects whose counters it is in, the account's, "", first."""
+        """All subjects that count it, the account's, "", first."""
         return ("", *self.subjects.split("\n")) if self.subjects else ("",)
 
 

@@ -1,4 +1,4 @@
-"""Accounts and plans as the JSON documents that stores keep. It does not know where they are kept.
+"""Accounts and plans as the JSON documents in stores. It does not know the stores.
 
 New fields have defaults, so that documents of earlier versions are read as they are.
 """
@@ -25,24 +25,24 @@ _write = msgspec.json.Encoder().encode
 
 
 def account_document(account: Account) -> str:
-    """All of it but what a store keeps beside: id, times, revision and the plan's name."""
-    kept = _Account(account.name, account.ceiling, account.own, account.settings, account.epoch)
-    return _write(kept).decode()
+    """The account without what has columns of its own: id, times, revision and the plan's name."""
+    document = _Account(account.name, account.ceiling, account.own, account.settings, account.epoch)
+    return _write(document).decode()
 
 
 def read_account(
     account_id: str, created_at: int, revision: int, suspended_at: int | None, document: str | bytes, plan: Plan
 ) -> Account:
-    kept = _read_account(document)
+    fields = _read_account(document)
     return Account(
         id=account_id,
-        name=kept.name,
-        ceiling=kept.ceiling,
+        name=fields.name,
+        ceiling=fields.ceiling,
         created_at=created_at,
-        own=kept.own,
+        own=fields.own,
         plan=plan,
-        settings=kept.settings,
-        epoch=kept.epoch,
+        settings=fields.settings,
+        epoch=fields.epoch,
         suspended_at=suspended_at,
         revision=revision,
     )

@@ -1,6 +1,6 @@
 """Whether a request may start: its caps against what their subjects have used. It does not know where that is kept.
 
-The Lua of store_redis_scripts.py takes the same steps in the same order.
+The Lua of redis/scripts.py takes the same steps in the same order.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from tenants.records.usage import MICRO, day_of, month_us_left, us_left
 
 
 class SubjectUsage(NamedTuple):
-    """What one subject has used. The times are when it is in step with its rate again, of what was settled; `output`
-    tokens are held beside that. The neurons are micro-neurons, held ones among them."""
+    """Usage of one subject. The times are when it is in step with its rate again, counting settled requests; `output`
+    tokens are held beside that. `day` and `month` are micro-neurons, held ones among them."""
 
     requests_us: int = 0
     input_us: int = 0
@@ -28,9 +28,9 @@ def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted
     """Compares everything, adds nothing. `used` has all subjects of the hold's caps."""
     held = hold.held
     for cap in hold.caps:
-        refused = _refused(cap, used[cap.subject], now_us)
-        if refused is not None:
-            return refused
+        denied = _refused(cap, used[cap.subject], now_us)
+        if denied is not None:
+            return denied
         if cap.measure in BUDGETS:
             held = min(held, remaining(cap, used[cap.subject], now_us))
     after = tuple(remaining(cap, used[cap.subject], now_us) - _taken(cap, held) for cap in hold.caps)
@@ -38,7 +38,7 @@ def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted
 
 
 def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
-    """What there is before the request: micro-neurons, requests, or microseconds of a rate."""
+    """The rest of a cap before the request: micro-neurons, requests, or microseconds of a rate."""
     match cap.measure:
         case DenialReason.NEURONS_PER_DAY:
             return cap.allowed - used.day
@@ -57,7 +57,7 @@ def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
 
 
 def lasts_us(tokens: int, per_minute: int) -> int:
-    """For how long so many tokens take a rate up, rounded up."""
+    """The microseconds of a rate that so many tokens take, rounded up."""
     return -(-tokens * MINUTE_US // per_minute)
 
 
@@ -76,7 +76,7 @@ def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
 
 
 def _until_us(cap: Cap, now_us: int) -> int:
-    """Until its window ends."""
+    """Microseconds until the window of a budget ends."""
     if cap.measure is DenialReason.NEURONS_PER_DAY:
         return us_left(now_us)
     return month_us_left(now_us)

@@ -163,7 +163,7 @@ def unavailable(error: Exception, *, unsure: bool = False) -> StoreUnavailable:
 
 
 def _advice(error: Exception) -> str:
-    """What an operator can do about it."""
+    """Advice for the operator."""
     text = str(error)
     for sign, advice in _ADVICE.items():
         if sign in text:

@@ -1,4 +1,4 @@
-"""The decisions of the Redis store: Lua that one call runs as a whole. store_redis.py says which keys there are.
+"""The decisions of the Redis store: Lua that one call runs as a whole. database.py says which keys there are.
 
 Each script begins with what all have in common; KEYS[1] is the account's key (or another first one, where it says so)
 and ARGV[1] the time in microseconds, 0 for Redis' own.
@@ -148,7 +148,7 @@ local function expire()
 end
 """
 
-# What Used and left() of decision.py are.
+# SubjectUsage and remaining() of decision.py.
 _MEASURE: Final = f"""
 local today = math.floor(now / {DAY_US})
 
@@ -217,7 +217,7 @@ DENIAL_CODES: Final = {refusal: number for number, refusal in enumerate(DENIAL_R
 _RATE_CODES: Final = ", ".join(f"{rate} = {DENIAL_CODES[rate]}" for rate in RATES)
 
 # ARGV: now, request, token, held, lifetime, record, output, subjects, then the caps. The steps are those of reserve()
-# in store_sqlite.py and of decide() in decision.py.
+# in sqlite/quotas.py and of decide() in decision.py.
 RESERVE: Final = LuaScript(
     _MEASURE
     + f"""

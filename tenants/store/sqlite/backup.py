@@ -28,9 +28,9 @@ def copy(path: Path, target: Path, progress: BackupProgress) -> None:
 
 def check(path: Path) -> int:
     """The schema version of a file that is whole and not of a newer Hearth. Raises StoreUnavailable for others."""
-    with _opened(path) as found:
-        (verdict,) = found.execute("PRAGMA integrity_check(1)").fetchone()
-        (version,) = found.execute("PRAGMA user_version").fetchone()
+    with _opened(path) as file:
+        (verdict,) = file.execute("PRAGMA integrity_check(1)").fetchone()
+        (version,) = file.execute("PRAGMA user_version").fetchone()
     if verdict != "ok":
         raise StoreUnavailable(f"{path} is damaged: {verdict}")
     if not 0 < version <= SCHEMA_VERSION:
@@ -41,9 +41,9 @@ def check(path: Path) -> int:
 def close_up(path: Path) -> None:
     """Makes it one file with no log beside it. A damaged one stays as it is. Raises StoreUnavailable where a process
     has it open."""
-    with closing(sqlite3.connect(path, isolation_level=None, timeout=0.2)) as found:
+    with closing(sqlite3.connect(path, isolation_level=None, timeout=0.2)) as file:
         try:
-            found.execute("PRAGMA journal_mode = DELETE")
+            file.execute("PRAGMA journal_mode = DELETE")
         except sqlite3.DatabaseError as error:
             if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise StoreUnavailable(f"{path} is in use: stop the server that has it open first") from error

@@ -105,7 +105,7 @@ class SqliteFile:
 
 
 def _advice(error: sqlite3.Error | OSError) -> str:
-    """What an operator can do about it."""
+    """Advice for the operator."""
     if isinstance(error, OSError):
         return "check that its folder exists and that this user may write there"
     primary = getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -102,8 +102,8 @@ class _HoldState(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """What a hold gives back: its day, micro-neurons, output tokens, and by how much each subject's rate of these is
-    limited, 0 where it is not."""
+    """A hold that is given back: its day, micro-neurons, output tokens, and each subject's limit on output tokens per
+    minute, 0 without one."""
 
     day: int
     held: int
@@ -298,7 +298,7 @@ class SqliteQuotaStore:
 
 
 def _denial(state: _HoldState) -> DenialReason | None:
-    """What forbids a request whatever its size is."""
+    """The reason that forbids a request of any size."""
     if state.revoked_at is not None:
         return DenialReason.REVOKED
     if state.suspended_at is not None:

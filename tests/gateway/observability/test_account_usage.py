@@ -28,7 +28,7 @@ def test_a_thousand_accounts_make_no_more_rows_than_the_cap() -> None:
 
 
 def test_every_outcome_that_is_named_is_one_that_the_gateway_has() -> None:
-    """And one that nobody named is a failure of ours."""
+    """An unknown outcome counts as a failure of the gateway."""
     folder = Path(__file__).parents[3] / "gateway"
     outcomes = {
         node.value

@@ -319,7 +319,7 @@ async def test_the_longest_life_is_taken_and_no_longer(world: World, issuers: Jw
 async def test_the_operator_is_told_each_reason_once(
     world: World, issuers: JwtVerifier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And nothing of what anybody can make up."""
+    """Reasons that strangers can make up are not logged."""
     for text in [world.jwt(aud="x"), world.jwt(aud="y"), world.jwt(sub=""), world.jwt(sign=signer("EdDSA own"))]:
         with pytest.raises(InvalidJwt):
             await issuers.verify(text)
