@@ -120,8 +120,8 @@ def _poolings(
 ) -> tuple[Pooling, ...]:
     encoder = is_encoder(document)
     served = (Pooling.MEAN, Pooling.CLS) if encoder else (Pooling.LAST,)
-    said = None if entry.pooling is None else Pooling(entry.pooling)
-    if said is None and "Pooling" in modules:
+    default_pooling = None if entry.pooling is None else Pooling(entry.pooling)
+    if default_pooling is None and "Pooling" in modules:
         config = _read(folder / modules["Pooling"] / "config.json")
         modes = config.get("pooling_mode", [mode for name, mode in _LEGACY.items() if config.get(name)])
         listed = [modes] if isinstance(modes, str) else list(modes)
@@ -129,8 +129,8 @@ def _poolings(
             raise ModelFolderError(
                 f"{folder}: pooling {', '.join(map(str, listed))} is not served; mean, cls and last are"
             )
-        said = _POOLINGS[listed[0]]
-    default = said or served[0]
+        default_pooling = _POOLINGS[listed[0]]
+    default = default_pooling or served[0]
     if default not in served:
         words = " and ".join(served)
         raise ModelFolderError(f"{folder}: pooling {default} is not served for this kind of model; {words} is")
