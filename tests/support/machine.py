@@ -38,7 +38,7 @@ class Host:
         device_bytes: int | None = None,
         memory_bytes: int | None = None,
         weights_bytes: int = 0,
-        **patience: float,
+        **timeouts: float,
     ) -> None:
         """`weights_bytes` are each model's."""
         self.folder = folder
@@ -56,16 +56,16 @@ class Host:
             name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1,
             device=device, device_bytes=device_bytes, memory_bytes=memory_bytes,
         )  # fmt: skip
-        self.patience = {**QUICK, **patience}
+        self.timeouts = {**QUICK, **timeouts}
         self.machine = self.start()
         self._frames = frames.FrameReader()
         self._socket: socket.socket | None = None
         self.seen: list[frames.MachineState] = []
 
     def start(self) -> "subprocess.Popen[bytes]":
-        spec, patience = msgspec.json.encode(self.spec).decode(), json.dumps(self.patience)
+        spec, timeouts = msgspec.json.encode(self.spec).decode(), json.dumps(self.timeouts)
         log = (self.folder / self.log_path).open("ab")
-        return subprocess.Popen([sys.executable, str(FAKE), "machine", spec, patience], stderr=log)
+        return subprocess.Popen([sys.executable, str(FAKE), "machine", spec, timeouts], stderr=log)
 
     @property
     def log(self) -> str:
@@ -104,7 +104,7 @@ class Host:
         wait_for(path.read_text)
         return int(path.read_text())
 
-    def told(self, name: str, boot: int = 1) -> ReplicaSpec:
+    def started_spec(self, name: str, boot: int = 1) -> ReplicaSpec:
         """The spec that it was started with."""
         path = self.folder / name / f"spec-{boot}"
         wait_for(path.exists)
@@ -116,13 +116,13 @@ class Host:
         wait_for(lambda: opened.connect_ex(f"{self.folder}/m.sock") == 0)
         return opened
 
-    def say(self, *wants: frames.ModelDemand) -> None:
+    def send(self, *demands: frames.ModelDemand) -> None:
         """Sends demand on the connection that `fleet` reads."""
         self.fleet()
         assert self._socket is not None
-        self._socket.sendall(b"".join(map(frames.encode_frame, wants)))
+        self._socket.sendall(b"".join(map(frames.encode_frame, demands)))
 
-    def whole(self) -> frames.MachineState | None:
+    def state(self) -> frames.MachineState | None:
         """The last state that the machine reported."""
         if self._socket is None:
             self._socket = self.gateway()
@@ -135,8 +135,8 @@ class Host:
         return self.seen[-1] if self.seen else None
 
     def fleet(self) -> dict[str, frames.ReplicaState]:
-        whole = self.whole()
-        return {state.model: state for state in whole.replicas} if whole is not None else {}
+        machine = self.state()
+        return {state.model: state for state in machine.replicas} if machine is not None else {}
 
     def until(
         self, name: str, fits: Callable[[frames.ReplicaState], bool], within_s: float = 60.0
@@ -158,8 +158,8 @@ class Host:
             self.until(name, lambda state: state.residency is state.toward is at)  # noqa: B023
 
     def moves(self) -> dict[str, int]:
-        whole = self.whole()
-        return whole.moves if whole is not None else {}
+        state = self.state()
+        return state.moves if state is not None else {}
 
     def close(self) -> None:
         if self._socket is not None:

@@ -330,6 +330,6 @@ def test_a_wrong_spec_is_refused_in_words() -> None:
 
 
 def test_every_phase_has_a_limit() -> None:
-    patience = SupervisionTimeouts()
-    assert all(0 < patience.for_phase(phase) <= 300 for phase in ReplicaPhase)
-    assert patience.for_phase(ReplicaPhase.STEP) + patience.look_s < 5.0
+    timeouts = SupervisionTimeouts()
+    assert all(0 < timeouts.for_phase(phase) <= 300 for phase in ReplicaPhase)
+    assert timeouts.for_phase(ReplicaPhase.STEP) + timeouts.look_s < 5.0

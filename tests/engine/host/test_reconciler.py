@@ -40,7 +40,7 @@ def settled(host: Host, awake: str = "ab") -> str:
     started(host)
     call(host, *awake)
     host.until_at(**dict.fromkeys(awake, "DEVICE"))
-    host.say(*(ModelDemand(name, 0) for name in awake))
+    host.send(*(ModelDemand(name, 0) for name in awake))
     started(host)
     return next(state.model for state in host.fleet().values() if state.residency is Residency.MEMORY)
 
@@ -57,7 +57,7 @@ def started(host: Host) -> None:
 
 def call(host: Host, *names: str) -> None:
     """Has a gateway that wants these."""
-    host.say(*(ModelDemand(name, 1) for name in names))
+    host.send(*(ModelDemand(name, 1) for name in names))
 
 
 def within_budget(host: Host) -> bool:
@@ -88,14 +88,14 @@ def test_a_model_that_has_its_device_for_itself_gets_all_of_it_and_is_never_move
         wait_for(lambda: host.fleet()["a"].memory)
         host.load("a", free_blocks=0, waiting=5, running=5)
         time.sleep(0.5)
-        assert (host.told("a").device_bytes, host.told("a").standby) == (None, False)
+        assert (host.started_spec("a").device_bytes, host.started_spec("a").standby) == (None, False)
         assert host.places("a") == [("DEVICE", None)]
 
 
 def test_where_all_fit_nobody_sleeps(short: Path) -> None:
     with crowd(short, "ab", device_bytes=3000 * MIB) as host:
         host.until_at(a="DEVICE", b="DEVICE")
-        assert not host.told("a").standby
+        assert not host.started_spec("a").standby
         assert host.moves() == {"start": 2} or set(host.moves()) <= {"start", "grow", "shrink"}
 
 
@@ -141,9 +141,9 @@ def test_a_replica_that_never_answers_an_order_is_killed_at_its_deadline(short: 
 def test_a_replica_that_serves_and_never_reports_is_killed_and_left_alone_for_a_while_that_doubles(
     short: Path,
 ) -> None:
-    patience = {"move_s": 0.4, "deaths": 3, "window_s": 1.0, "quarantine_s": 0.3, "backoff_s": 0.02}
+    timeouts = {"move_s": 0.4, "deaths": 3, "window_s": 1.0, "quarantine_s": 0.3, "backoff_s": 0.02}
     sizes = {"device_bytes": TWO_ROOMS, "memory_bytes": 8000 * MIB, "weights_bytes": WEIGHTS_BYTES}
-    with hosting(short, {"a": "serve", "b": "serve", "c": "deaf"}, device="cpu", **sizes, **patience) as host:
+    with hosting(short, {"a": "serve", "b": "serve", "c": "deaf"}, device="cpu", **sizes, **timeouts) as host:
         left = host.until("c", lambda state: state.quarantined)
         assert "died 3 times" in left.problem
         assert "to its order to start, so it was killed" in left.problem
@@ -201,7 +201,7 @@ def test_what_is_kept_asleep_is_within_the_budget_of_host_memory_from_the_first_
         for name in "abab":
             call(host, name)
             host.until_serving(name)
-            host.say(ModelDemand(name, 0))
+            host.send(ModelDemand(name, 0))
         assert all(fleet.memory_bytes <= budget_bytes for fleet in host.seen)
         assert host.moves()["end"] >= 1
 
@@ -283,8 +283,10 @@ def test_a_lost_connection_is_opened_again_and_nothing_is_moved_meanwhile(short:
 def test_a_crowd_copies_its_weights_ahead_and_is_reported_in_bytes_no_more_often_than_is_of_use(short: Path) -> None:
     with crowd(short) as host:
         settled(host)
-        assert all(host.told(name).standby and host.told(name).device_bytes is not None for name in "abc")
-        fleet = host.whole()
+        assert all(
+            host.started_spec(name).standby and host.started_spec(name).device_bytes is not None for name in "abc"
+        )
+        fleet = host.state()
         assert fleet is not None
         (device,) = fleet.devices
         assert (device.name, device.budget_bytes) == ("cpu", TWO_ROOMS)
@@ -294,7 +296,7 @@ def test_a_crowd_copies_its_weights_ahead_and_is_reported_in_bytes_no_more_often
         host.seen.clear()
         began = time.monotonic()
         while (passed_s := time.monotonic() - began) < 0.5:
-            host.whole()
+            host.state()
         assert len(host.seen) <= 1 + passed_s / 0.1
 
 
