@@ -20,7 +20,7 @@ _PROCESSES_START_S: Final = 1.5
 
 
 class Target(NamedTuple):
-    """Where and as whom."""
+    """A server, and the account and token to use there."""
 
     base_url: str
     account: str
@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class LoadMeasurement:
-    """What all requests together showed. Times in milliseconds, `began_s` and `ended_s` by time.monotonic()."""
+    """The measurements of all requests together. Times in milliseconds, `began_s` and `ended_s` by time.monotonic()."""
 
     first_ms: list[float] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class LoadMeasurement:
 
 
 async def measure_in_processes(target: Target, load: Workload, processes: int) -> LoadMeasurement:
-    """The load shared out among so many processes, so that its clients do not wait for each other."""
+    """Measures with so many processes, so that the load's clients do not wait for each other."""
     if processes == 1:
         return await measure_load(target, load)
     loop, begin_s = asyncio.get_running_loop(), time.monotonic() + _PROCESSES_START_S
@@ -96,7 +96,7 @@ def _share(target: Target, load: Workload, index: int, processes: int, begin_s: 
 async def measure_load(
     target: Target, load: Workload, index: int = 0, processes: int = 1, begin_s: float = 0.0
 ) -> LoadMeasurement:
-    """Every `processes`th request of a load, from `index` on."""
+    """Sends every `processes`th request of a load, from `index` on."""
     await asyncio.sleep(begin_s - time.monotonic())
     measured = LoadMeasurement(began_s=time.monotonic())
     numbers = range(index, load.requests, processes)
@@ -107,15 +107,15 @@ async def measure_load(
         except (OSError, EOFError, ValueError) as error:
             measured.failures.append(str(error) or type(error).__name__)
 
-    async def client(left: Iterator[int]) -> None:
-        for number in left:
+    async def client(remaining: Iterator[int]) -> None:
+        for number in remaining:
             await ask(number)
 
     async with asyncio.TaskGroup() as group:
         if load.rate is None:
-            left = iter(numbers)
+            remaining = iter(numbers)
             for _ in range(min(len(range(index, load.streams, processes)), len(numbers))):
-                group.create_task(client(left))
+                group.create_task(client(remaining))
         else:
             arrivals = load.arrivals_s()
             for number in numbers:
@@ -127,15 +127,15 @@ async def measure_load(
 
 async def send_request(target: Target, body: bytes, measured: LoadMeasurement) -> None:
     """One streamed request. Raises OSError, EOFError or ValueError where it fails."""
-    where = urlsplit(target.base_url)
-    secure = ssl.create_default_context() if where.scheme == "https" else None
-    port = where.port or (443 if secure else 80)
+    server = urlsplit(target.base_url)
+    secure = ssl.create_default_context() if server.scheme == "https" else None
+    port = server.port or (443 if secure else 80)
     began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(where.hostname, port, ssl=secure)
+    reader, writer = await asyncio.open_connection(server.hostname, port, ssl=secure)
     try:
-        path = f"{where.path.rstrip('/')}/client/v4/accounts/{target.account}/ai/run/{target.model}"
+        path = f"{server.path.rstrip('/')}/client/v4/accounts/{target.account}/ai/run/{target.model}"
         head = (  # HTTP/1.0: the stream arrives as it is, without chunks
-            f"POST {path} HTTP/1.0\r\nHost: {where.netloc}\r\nAuthorization: Bearer {target.token}\r\n"
+            f"POST {path} HTTP/1.0\r\nHost: {server.netloc}\r\nAuthorization: Bearer {target.token}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -150,7 +150,7 @@ async def send_request(target: Target, body: bytes, measured: LoadMeasurement) -
 
 
 async def _events(reader: asyncio.StreamReader, began: float, measured: LoadMeasurement) -> None:
-    last, tell = began, measured.first_ms.append
+    last, record = began, measured.first_ms.append
     while line := await reader.readline():
         if not line.startswith(b"data: "):
             continue  # comments and blank lines
@@ -162,8 +162,8 @@ async def _events(reader: asyncio.StreamReader, began: float, measured: LoadMeas
         if document.get("errors"):
             raise ValueError(document["errors"][0].get("message", "an error in the stream"))
         if document.get("response"):
-            tell((now - last) * 1000)
-            last, tell = now, measured.gaps_ms.append
+            record((now - last) * 1000)
+            last, record = now, measured.gaps_ms.append
         if usage := document.get("usage"):
             measured.completion_tokens += usage["completion_tokens"]
             measured.prompt_tokens += usage["prompt_tokens"]

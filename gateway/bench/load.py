@@ -1,4 +1,4 @@
-"""What is asked of a server: how many requests, how long, and when. The same seed asks the same. It sends nothing."""
+"""The load of a measurement: how many requests, how long, and when. A seed repeats it exactly. It sends nothing."""
 
 import json
 import math
@@ -44,20 +44,20 @@ class Workload:
         """Every question differs from its first words on; the system prompt is the same for all."""
         words, max_tokens = self.lengths(number)
         draw = random.Random(f"{self.seed} words {number}")
-        asked: dict[str, Any]
+        request: dict[str, Any]
         if self.vocabulary is not None:
             text = " ".join(word_of_id(draw.randrange(self.vocabulary)) for _ in range(words))
-            asked = {"prompt": text, "raw": True, "temperature": 0}
+            request = {"prompt": text, "raw": True, "temperature": 0}
         else:
             question = f"Note {number}: " + " ".join(draw.choices(_WORDS, k=words))
-            asked = {"messages": [{"role": "user", "content": question}]}
+            request = {"messages": [{"role": "user", "content": question}]}
             if self.shared:
                 system = " ".join(_WORDS[index * 3 % len(_WORDS)] for index in range(self.shared))
-                asked["messages"].insert(0, {"role": "system", "content": system})
-        return json.dumps({**asked, "max_tokens": max_tokens, "stream": True}).encode()
+                request["messages"].insert(0, {"role": "system", "content": system})
+        return json.dumps({**request, "max_tokens": max_tokens, "stream": True}).encode()
 
     def arrivals_s(self) -> list[float]:
-        """When each request is sent: a Poisson process of the rate, or at once."""
+        """Seconds until each request is sent: a Poisson process of the rate, or all at once."""
         if self.rate is None:
             return [0.0] * self.requests
         draw, at, arrivals = random.Random(f"{self.seed} arrivals"), 0.0, []
@@ -77,5 +77,5 @@ def word_of_id(id: int) -> str:
     return "".join(reversed(letters))
 
 
-def _lognormal(draw: random.Random, mean: float, sigma: float, most: int) -> int:
-    return min(most, max(2, round(draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))
+def _lognormal(draw: random.Random, mean: float, sigma: float, maximum: int) -> int:
+    return min(maximum, max(2, round(draw.lognormvariate(math.log(mean) - sigma * sigma / 2, sigma))))

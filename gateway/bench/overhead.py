@@ -1,4 +1,4 @@
-"""What a load costs beside its time: the cores that gateway and replicas on this host use, and what the gateway adds
+"""The costs of a load beside its time: the cores that gateway and replicas on this host use, and what the gateway adds
 to the time to first token."""
 
 import time
@@ -14,7 +14,7 @@ _KINDS: Final = {"gateway": ("gateway.cli", "gateway"), "replica": ("engine.repl
 
 
 class ProcessCpu:
-    """CPU seconds of the gateway and replica processes, those below `pid` or all on this host, since it was made."""
+    """CPU time of gateways and replicas since this was made: of the processes below `pid`, or of all on this host."""
 
     def __init__(self, pid: int | None) -> None:
         below = psutil.process_iter() if pid is None else psutil.Process(pid).children(recursive=True)
@@ -43,11 +43,11 @@ def _kind(process: psutil.Process) -> str | None:
 
 
 class GatewayShare:
-    """What the gateway takes of the time to first token, by its own count (hearth_gateway_seconds): from the request's
+    """The gateway's share of the time to first token, by its own metric (hearth_gateway_seconds): from the request's
     head to the order's writing, and from the first token's arrival to its text.
 
-    A client cannot tell: the same request sent past the gateway begins a moment earlier, and the step that the other
-    one misses by that, or the rows that its twin takes, count many times as much as the moment.
+    A client cannot measure it: a request that bypasses the gateway begins a moment earlier, and the engine's step that
+    it catches by that counts many times as much as the moment.
     """
 
     def __init__(self, base_url: str) -> None:
@@ -55,7 +55,7 @@ class GatewayShare:
         self._sum_s, self._count = self._read()
 
     def mean_ms(self) -> float | None:
-        """Of the requests since this was made; None without any."""
+        """Mean over the requests since this was made; None without any."""
         sum_s, count = self._read()
         return 1e3 * (sum_s - self._sum_s) / (count - self._count) if count > self._count else None
 

@@ -31,12 +31,12 @@ _OPEN: Final = Limits(requests_per_minute=6_000_000, neurons_per_day=1e9, concur
 
 
 class NotServing(RuntimeError):
-    """The server did not come up; the message has the end of what it said."""
+    """The server did not come up; the message has the end of its logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnServer:
-    """A server that runs: `pid` is that of `hearth serve`, `machine` the address of its machine."""
+    """A running server: `pid` is that of `hearth serve`, `machine` the address of its machine."""
 
     target: Target
     vocabulary: int
@@ -50,8 +50,8 @@ def own_server(geometry: str, device: str) -> Iterator[OwnServer]:
     with tempfile.TemporaryDirectory(prefix="hearth-bench-") as name:
         folder, model = Path(name), f"@cf/bench/{geometry}"
         vocabulary = write_model(geometry, folder / "model")
-        with running_server(_settings(model, folder / "model"), folder, device) as (config, known, pid):
-            target = Target(known.base_url, known.account_id, known.token, model)
+        with running_server(_settings(model, folder / "model"), folder, device) as (config, credentials, pid):
+            target = Target(credentials.base_url, credentials.account_id, credentials.token, model)
             yield OwnServer(target, vocabulary, pid, config.machine_address)
 
 
@@ -79,11 +79,11 @@ def running_server(settings: str, folder: Path, device: str) -> Iterator[tuple[C
 
 
 def write_model(geometry: str, folder: Path) -> int:
-    """A model folder with config.json and tokenizer.json, no weights; gives the size of its vocabulary."""
+    """A model folder with config.json and tokenizer.json, no weights; returns the size of its vocabulary."""
     command = [sys.executable, "-P", "-m", "engine.bench", "--model", geometry, "--folder", str(folder)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        raise NotServing(made.stderr.strip())
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NotServing(done.stderr.strip())
     vocabulary: int = json.loads((folder / "config.json").read_text())["vocab_size"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer(vocabulary)))
     return vocabulary
@@ -121,13 +121,13 @@ async def _account(config: Config) -> Credentials:
 
 
 def _await_ready(config: Config, process: subprocess.Popen[bytes], folder: Path) -> Credentials:
-    until = time.monotonic() + _READY_S
-    while process.poll() is None and time.monotonic() < until:
-        known = read_credentials(config)
-        if known is not None and known.base_url:
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{known.base_url}/readyz", timeout=2):
-                return known
+    deadline = time.monotonic() + _READY_S
+    while process.poll() is None and time.monotonic() < deadline:
+        credentials = read_credentials(config)
+        if credentials is not None and credentials.base_url:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{credentials.base_url}/readyz", timeout=2):
+                return credentials
         time.sleep(0.1)
     logs = (folder / "serve.log", config.state / "machine.log", config.state / "gateway.log")
-    said = "\n".join(path.read_text(errors="replace")[-2000:] for path in logs if path.exists())
-    raise NotServing(f"the server was not ready after {_READY_S:.0f} s or ended:\n{said}")
+    ends = "\n".join(path.read_text(errors="replace")[-2000:] for path in logs if path.exists())
+    raise NotServing(f"the server was not ready after {_READY_S:.0f} s or ended:\n{ends}")

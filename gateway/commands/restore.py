@@ -105,7 +105,7 @@ def _checked(folder: Path) -> Manifest:
 
 
 def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> list[str]:
-    """Puts the files into place; what is not in order in the store, in words. Of an export the store comes later."""
+    """Puts the files into place, but for the store of an export; returns what is not in order in the store."""
     database, problems = sqlite_path(config), []
     if manifest.store == DATABASE and database is None:
         raise SettingsError(
@@ -155,14 +155,14 @@ async def _look(config: Config, export: Path, secret: bytes, other_secret: bool)
 
 
 def _in_the_way(config: Config, folder: Path, manifest: Manifest, database: Path | None) -> list[Path]:
-    """What a restore takes the place of. An export is added to its store, and so takes nothing's place there."""
-    found: list[Path] = []
+    """Files whose place the restore takes. An export is added to its store, and so takes nothing's place there."""
+    obstacles: list[Path] = []
     if manifest.store == DATABASE and database is not None:
-        found += [database, *(database.with_name(f"{database.name}{end}") for end in ("-wal", "-shm"))]
-        found += sorted(config.outbox_folder.glob(f"*{SUFFIX}"))
+        obstacles += [database, *(database.with_name(f"{database.name}{end}") for end in ("-wal", "-shm"))]
+        obstacles += sorted(config.outbox_folder.glob(f"*{SUFFIX}"))
     if config.secret_path.exists() and config.secret_path.read_bytes() != (folder / SECRET).read_bytes():
-        found.append(config.secret_path)
-    return [path for path in found if path.exists()]
+        obstacles.append(config.secret_path)
+    return [path for path in obstacles if path.exists()]
 
 
 def _beside(source: Path, path: Path) -> Path:

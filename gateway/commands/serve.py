@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -20,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TextIO
 
-import msgspec
 from cyclopts import Parameter
 
 from engine.log import LOG_FORMAT_VARIABLE
@@ -28,8 +26,9 @@ from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.endpoint import base_url, endpoint_answers
+from gateway.commands.access.first_account import first_call, first_credentials
 from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
-from gateway.commands.access.store_access import StoreAccess, ask_store
+from gateway.commands.access.store_access import ask_store
 from gateway.commands.machine import machine_command
 from gateway.commands.terminal.options import Device, Source, command_app
 from gateway.commands.terminal.output import fail
@@ -40,10 +39,7 @@ from gateway.state_dir import (
     Credentials,
     exclusive_state,
     open_state,
-    read_credentials,
-    write_credentials,
 )
-from tenants.auth.errors import NotFound, Unauthenticated
 from tenants.store.protocol import StoreUnavailable
 
 _TEACHING: Final = """\
@@ -87,7 +83,7 @@ def serve(
         with exclusive_state(config):
             port = _free_port(config)
             url = base_url(config.server, port)
-            credentials = asyncio.run(ask_store(config, partial(_first_credentials, config, url)))
+            credentials = asyncio.run(ask_store(config, partial(first_credentials, config, url)))
             return ServeSupervisor(config, source.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
@@ -104,34 +100,6 @@ def _free_port(config: Config) -> int:
         raise SettingsError(
             f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another"
         ) from error
-
-
-async def _first_credentials(config: Config, url: str, access: StoreAccess) -> Credentials:
-    """The credentials of the first start where they still open something, else new ones; with this base_url."""
-    await access.store.ping()
-    known = read_credentials(config)
-    if known is not None:
-        try:
-            await access.accounts.verify(known.token)
-        except (Unauthenticated, NotFound):
-            known = None
-    if known is None:
-        account, token = await access.open_account("first")
-        known = Credentials(url, account.id, token)
-    credentials = msgspec.structs.replace(known, base_url=url)
-    write_credentials(config, credentials)
-    return credentials
-
-
-def first_call(credentials: Credentials, model: str) -> str:
-    """A shell line that streams an answer."""
-    url = f"{credentials.base_url}/client/v4/accounts/{credentials.account_id}/ai/run/{model}"
-    system = "You are the assistant of Harbour Books. Opening hours: Monday to Friday, 9:00 to 18:00."
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": "When are you open?"}]
-    body = msgspec.json.encode({"messages": messages, "stream": True}).decode()
-    headers = [f"Authorization: Bearer {credentials.token}", "Content-Type: application/json"]
-    parts = ["curl", "-N", url, *(part for header in headers for part in ("-H", header)), "-d", body]
-    return shlex.join(parts)
 
 
 class ServeProcess:

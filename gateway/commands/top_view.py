@@ -1,5 +1,5 @@
-"""What `hearth top` shows: machines, their devices and models, as one frame for a terminal of any width. It asks
-nobody and keeps no time but that which it is given."""
+"""The picture of `hearth top`: machines, their devices and models, as one frame for a terminal of any width. It asks
+nobody, and its callers tell it the time."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +13,8 @@ from gateway.admin.machines import DeviceItem, MachineItem, MachineReplicaItem, 
 from gateway.commands.terminal.output import format_bytes
 
 _MINUTE_S: Final = 60.0
-_BAR_LEAST, _BAR_MOST = 6, 40
-_NAME_LEAST: Final = 8
+_MIN_BAR, _MAX_BAR = 6, 40
+_MIN_NAME: Final = 8
 _ORDER: Final = ("DEVICE", "MEMORY", "DISK")
 _COLORS: Final = {"DEVICE": "green", "MEMORY": "yellow", "DISK": "dim"}
 
@@ -35,7 +35,7 @@ class MoveRates:
                 seen.popleft()
 
     def lately(self, machine: MachineItem) -> tuple[float, dict[str, int]]:
-        """In how many seconds, and how many by kind; in no time, all since the machine's start."""
+        """(seconds, moves by kind) of the last minute; after a single frame 0 s, and all since the machine's start."""
         seen = self._seen[machine.address]
         (began, first), (ended, last) = seen[0], seen[-1]
         if began == ended:
@@ -44,7 +44,7 @@ class MoveRates:
 
 
 class ReplicaRow(NamedTuple):
-    """A replica with what it is shown beside."""
+    """A replica with its machine, and how to draw it."""
 
     machine: MachineItem
     replica: MachineReplicaItem
@@ -52,10 +52,10 @@ class ReplicaRow(NamedTuple):
 
 
 class ReplicaColumn(NamedTuple):
-    """`least` is the width of a terminal from which on it is shown."""
+    """Shown in terminals of at least `min_width`."""
 
     head: str
-    least: int
+    min_width: int
     cell: Callable[[ReplicaRow], Text | str]
     right: bool = True
 
@@ -88,13 +88,13 @@ class TopView:
         lines: list[RenderableType] = [_line(_name(machine), "bold")]
         if machine.problem:
             lines.append(_line(f"  {machine.problem}; what it said last:", "red"))
-        held = [(f"{number} {device.name}", device) for number, device in enumerate(machine.devices)]
+        devices = [(f"{number} {device.name}", device) for number, device in enumerate(machine.devices)]
         if machine.memory_budget_bytes:
             bytes_ = (machine.memory_budget_bytes, machine.memory_budget_bytes, machine.memory_bytes)
-            held.append(("host memory", DeviceItem("", *bytes_)))
-        if held:
-            lines.append(_devices(held, width, ascii_only))
-        lines.append(_told(*self._moves.lately(machine)))
+            devices.append(("host memory", DeviceItem("", *bytes_)))
+        if devices:
+            lines.append(_devices(devices, width, ascii_only))
+        lines.append(_moves_line(*self._moves.lately(machine)))
         return Group(*lines)
 
 
@@ -113,43 +113,43 @@ def _name(machine: MachineItem) -> str:
     return f"{machine.name} at {machine.address}" if machine.name else machine.address
 
 
-def _devices(held: list[tuple[str, DeviceItem]], width: int, ascii_only: bool) -> Table:
+def _devices(devices: list[tuple[str, DeviceItem]], width: int, ascii_only: bool) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    bar = min(_BAR_MOST, width - 50)
-    for name, device in held:
+    bar = min(_MAX_BAR, width - 50)
+    for name, device in devices:
         share = device.held_bytes / max(1, device.budget_bytes)
-        told = f"{format_bytes(device.held_bytes)} of {format_bytes(device.budget_bytes)}"
-        table.add_row(f"  {_plain(name)}", _bar(share, bar, ascii_only) if bar >= _BAR_LEAST else "", told)
+        text = f"{format_bytes(device.held_bytes)} of {format_bytes(device.budget_bytes)}"
+        table.add_row(f"  {_plain(name)}", _bar(share, bar, ascii_only) if bar >= _MIN_BAR else "", text)
     return table
 
 
-def _told(seconds: float, counts: Mapping[str, int]) -> Text:
-    """With a single frame to tell them from, moves since the machine's start."""
+def _moves_line(seconds: float, counts: Mapping[str, int]) -> Text:
+    """The moves of a time; after a single frame, all since the machine's start."""
     when = f"in the last {seconds:.0f} s" if seconds else "since its start"
-    said = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in sorted(counts.items()) if count)
+    moves = ", ".join(f"{kind.replace('_', ' ')} {count}" for kind, count in sorted(counts.items()) if count)
     failed = any(count for kind, count in counts.items() if kind.endswith("_failed"))
-    return _line(f"  moves {when}: {said or 'none'}", "red" if failed else "dim")
+    return _line(f"  moves {when}: {moves or 'none'}", "red" if failed else "dim")
 
 
 def _models(rows: Sequence[ReplicaRow], width: int) -> Table:
-    """What is too long is cut from the models' names alone."""
-    columns = [column for column in _COLUMNS if width >= column.least]
+    """The table of models. Only their names are cut where the terminal is too narrow."""
+    columns = [column for column in _COLUMNS if width >= column.min_width]
     cells = [[Text(column.head, style="bold"), *(_text(column.cell(row)) for row in rows)] for column in columns]
     names, *others = [max(cell.cell_len for cell in below) for below in cells]
     left = width - sum(others) - len(others)
     table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-    for column, cut in zip(columns, [min(names, max(_NAME_LEAST, left)), *others], strict=True):
+    for column, cut in zip(columns, [min(names, max(_MIN_NAME, left)), *others], strict=True):
         table.add_column(justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis", width=cut)
     for line in zip(*cells, strict=True):
         table.add_row(*line)
     return table
 
 
-def _text(said: Text | str) -> Text:
-    return said if isinstance(said, Text) else Text(said)
+def _text(cell: Text | str) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
 
 
 def _place(row: ReplicaRow) -> tuple[int, str, str]:
@@ -177,7 +177,7 @@ def _ready(row: ReplicaRow) -> str:
 
 
 def _kv_share(row: ReplicaRow) -> str:
-    """Of its device's budget."""
+    """The share of its device's budget that its KV takes."""
     replica = row.replica
     if not replica.kv_bytes or replica.device is None or replica.device >= len(row.machine.devices):
         return ""
@@ -185,13 +185,13 @@ def _kv_share(row: ReplicaRow) -> str:
 
 
 def _used(row: ReplicaRow) -> Text:
-    """Of its KV blocks, those that are not free."""
+    """A bar of the KV blocks in use."""
     load = row.replica.load
     return Text() if load is None or not load.blocks else _bar(1 - load.free_blocks / load.blocks, 8, row.ascii_only)
 
 
-def _of_load(tell: Callable[..., str]) -> Callable[[ReplicaRow], str]:
-    return lambda row: "" if row.replica.load is None else tell(row.replica.load)
+def _of_load(text_of: Callable[..., str]) -> Callable[[ReplicaRow], str]:
+    return lambda row: "" if row.replica.load is None else text_of(row.replica.load)
 
 
 _COLUMNS: Final = (
@@ -220,10 +220,10 @@ def _bar(share: float, width: int, ascii_only: bool) -> Text:
     return Text(full * filled + empty * (width - filled), style="red" if share > 0.97 else "cyan")
 
 
-def _line(said: str, style: str = "") -> Text:
-    return Text(_plain(said), style=style, no_wrap=True, overflow="ellipsis")
+def _line(text: str, style: str = "") -> Text:
+    return Text(_plain(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _plain(said: str) -> str:
+def _plain(text: str) -> str:
     """Without what would move a terminal's cursor: names and problems come from elsewhere."""
-    return "".join(letter if letter.isprintable() else "?" for letter in said)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

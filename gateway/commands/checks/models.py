@@ -88,8 +88,8 @@ def machines(config: Config) -> Iterator[Finding]:
     """Where models are, as running machines report; nothing without one."""
     for machine in machine_reports(config):
         for device in machine.devices:
-            held = f"{format_bytes(device.held_bytes)} of {format_bytes(device.budget_bytes)} held"
-            yield good("machine", f"{machine.machine}: {device.name}, {held}")
+            usage = f"{format_bytes(device.held_bytes)} of {format_bytes(device.budget_bytes)} held"
+            yield good("machine", f"{machine.machine}: {device.name}, {usage}")
         for name in dict.fromkeys(replica.model for replica in machine.replicas):
             replicas = list(replicas_of(name, [machine]))
             problem = next((replica.problem for replica in replicas if replica.quarantined), "")

@@ -21,7 +21,7 @@ _RENEW_DAYS: Final = 14  # before its end, a certificate should have a successor
 
 def store(config: Config) -> Iterator[Finding]:
     url = config.store_url
-    shown = url.split("@")[-1]  # without a password
+    display_url = url.split("@")[-1]  # without a password
 
     async def ask() -> list[str]:
         opened = open_store(url)
@@ -32,16 +32,16 @@ def store(config: Config) -> Iterator[Finding]:
             await opened.close()
 
     if url.startswith("sqlite:") and not os.path.exists(url.removeprefix("sqlite:")):
-        yield good("store", f"{shown}: made at the first start")
+        yield good("store", f"{display_url}: made at the first start")
         return
     try:
         advice = asyncio.run(ask())
     except (StoreUnavailable, ValueError) as error:
-        yield wrong("store", f"{shown}: {error}", "start the store, or correct [store] url")
+        yield wrong("store", f"{display_url}: {error}", "start the store, or correct [store] url")
         return
-    yield good("store", f"{shown} answers")
+    yield good("store", f"{display_url} answers")
     for line in advice:
-        yield note("store", f"{shown} answers, but", line)
+        yield note("store", f"{display_url} answers, but", line)
 
 
 def issuers(config: Config) -> Iterator[Finding]:

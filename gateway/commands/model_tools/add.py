@@ -63,8 +63,8 @@ def add(
 ) -> int:
     """Make a folder a model of the catalogue, once it is found whole."""
     config, folder = source.load(), folder.resolve()
-    given = {option: value for option, value in asdict(options).items() if value is not None}
-    entry = parse_registration({"name": name, "folder": str(folder), **given}, "hearth models add")
+    changes = {option: value for option, value in asdict(options).items() if value is not None}
+    entry = parse_registration({"name": name, "folder": str(folder), **changes}, "hearth models add")
     if problem := _name_problem(config, entry.name):
         return fail(problem)
     configured = next((one for one in config.models if one.name == entry.name), entry)
@@ -78,7 +78,7 @@ def add(
     except (UnservableFolder, ChecksumError, UnicodeEncodeError) as error:  # the last: a folder's name that is no text
         return fail(f"{entry.name} was not added: {error}")
     open_state(config)
-    registration = {field: getattr(entry, field) for field in ("name", "folder", *given)}
+    registration = {field: getattr(entry, field) for field in ("name", "folder", *changes)}
     try:
         save_registration(config, registration)
     except OSError as error:

@@ -16,14 +16,14 @@ class SizedModel(NamedTuple):
 
     @property
     def standby_bytes(self) -> int:
-        """Of host memory, at the most, while it sleeps there."""
+        """Host memory that its replicas take at most while they sleep there."""
         return self.entry.replicas * (self.sizes.weights_bytes + self.entry.kept_kv_bytes)
 
 
-def fit_on_devices(rooms: Sequence[DeviceBudget], models: Sequence[SizedModel]) -> list[int] | None:
-    """What each device has left once all replicas are on one, the largest first, each where most is left; None where
-    one finds no room."""
-    left = [room.budget_bytes for room in rooms]
+def fit_on_devices(budgets: Sequence[DeviceBudget], models: Sequence[SizedModel]) -> list[int] | None:
+    """What each device has left once every replica is on one, placed largest first where most is left; None if one does
+    not fit."""
+    left = [budget.budget_bytes for budget in budgets]
     replicas = [model.sizes.memory_bytes for model in models for _ in range(model.entry.replicas)]
     for needed in sorted(replicas, reverse=True):
         roomiest = max(range(len(left)), key=left.__getitem__)
@@ -34,7 +34,7 @@ def fit_on_devices(rooms: Sequence[DeviceBudget], models: Sequence[SizedModel]) 
 
 
 def exceeding_memory(memory_bytes: int, models: Sequence[SizedModel]) -> list[str]:
-    """The names of those for which host memory has no place where all sleep at once; who has priority goes first."""
+    """Names of the models that host memory does not hold once all sleep; it holds those of high priority first."""
     names = []
     for model in sorted(models, key=lambda model: (-model.entry.priority, model.standby_bytes)):
         if model.standby_bytes > memory_bytes:

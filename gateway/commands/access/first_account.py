@@ -1,0 +1,42 @@
+"""The account of the first start, its token, and a first call with it."""
+
+import shlex
+
+import msgspec
+
+from gateway.commands.access.store_access import StoreAccess
+from gateway.config import Config
+from gateway.state_dir import (
+    Credentials,
+    read_credentials,
+    write_credentials,
+)
+from tenants.auth.errors import NotFound, Unauthenticated
+
+
+async def first_credentials(config: Config, url: str, access: StoreAccess) -> Credentials:
+    """The credentials of the first start where they still open something, else new ones; with this base_url."""
+    await access.store.ping()
+    known = read_credentials(config)
+    if known is not None:
+        try:
+            await access.accounts.verify(known.token)
+        except (Unauthenticated, NotFound):
+            known = None
+    if known is None:
+        account, token = await access.open_account("first")
+        known = Credentials(url, account.id, token)
+    credentials = msgspec.structs.replace(known, base_url=url)
+    write_credentials(config, credentials)
+    return credentials
+
+
+def first_call(credentials: Credentials, model: str) -> str:
+    """A shell line that streams an answer."""
+    url = f"{credentials.base_url}/client/v4/accounts/{credentials.account_id}/ai/run/{model}"
+    system = "You are the assistant of Harbour Books. Opening hours: Monday to Friday, 9:00 to 18:00."
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "When are you open?"}]
+    body = msgspec.json.encode({"messages": messages, "stream": True}).decode()
+    headers = [f"Authorization: Bearer {credentials.token}", "Content-Type: application/json"]
+    parts = ["curl", "-N", url, *(part for header in headers for part in ("-H", header)), "-d", body]
+    return shlex.join(parts)

@@ -1,0 +1,137 @@
+"""Models as documents of JSON, from the catalogue, machines and running replicas. It prints nothing."""
+
+import os
+from typing import Any, Final
+
+import msgspec
+
+from engine.hostinfo import gpus
+from engine.protocol.frames import MachineState
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
+from gateway.catalogue.bf12_size import Bf12Size
+from gateway.catalogue.catalogue import folder_of, price_of
+from gateway.catalogue.model_config import read_model_config
+from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
+from gateway.commands.access.residencies import replicas_of
+from gateway.commands.model_tools.size import ModelSizes, sizes_of
+from gateway.config import Config, ModelEntryConfig
+from gateway.text.tokenizer import ModelFolderError
+
+_NO_CONFIG: Final = "its folder has no config.json that can be read"
+
+
+def memory_reports(config: Config, name: str) -> list[MemoryReport]:
+    """What the model's running replicas on this host report of their memory."""
+    reports = []
+    for path in sorted(config.run_folder.glob(f"*{MEMORY_REPORT_SUFFIX}")):
+        try:
+            memory = msgspec.json.decode(path.read_bytes(), type=MemoryReport)
+        except (OSError, msgspec.MsgspecError):  # it ends just now
+            continue
+        if memory.model == name and _is_alive(memory.pid):
+            reports.append(memory)
+    return reports
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def replicas_json(name: str, machines: list[MachineState]) -> list[dict[str, Any]]:
+    """Where each replica is, as its machine reports; empty while no machine runs."""
+    return [
+        {
+            "residency": replica.residency.name,
+            "toward": replica.toward.name,
+            "ready_ms": replica.ready_ms,
+            "quarantined": replica.quarantined,
+            "problem": replica.problem,
+        }
+        for replica in replicas_of(name, machines)
+    ]
+
+
+def memory_json(memory: MemoryReport) -> dict[str, Any]:
+    """Where the device's bytes are; the parts add up to all of them."""
+    parts = {
+        "weights_bytes": memory.weights_bytes,
+        "kv_pool_bytes": memory.kv_bytes,
+        "workspace_bytes": memory.workspace_bytes,
+        "graphs_bytes": memory.graphs_bytes,
+        "free_bytes": memory.free_bytes,
+    }
+    return {
+        "pid": memory.pid,
+        "device": memory.device,
+        "device_bytes": memory.device_bytes,
+        **parts,
+        "driver_and_others_bytes": max(0, memory.device_bytes - sum(parts.values())),
+        "kv_pool_tokens": memory.kv_blocks * memory.kv_block_tokens,
+        **(
+            {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
+            if memory.coded_bytes
+            else {}
+        ),
+    }
+
+
+def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
+    folder, price = folder_of(config, entry), price_of(entry)
+    document: dict[str, Any] = {
+        "name": entry.name,
+        "description": entry.description,
+        "task": entry.task,
+        "folder": str(folder),
+        "replicas": entry.replicas,
+        "neurons_per_million_tokens": {
+            "input": price.input,
+            "cached_input": price.cached_input,
+            "output": price.output,
+        },
+        "problem": "",
+    }
+    try:
+        model_config = read_model_config(folder)
+    except ModelFolderError:
+        return {**document, "problem": _NO_CONFIG}
+    document["task"] = task_of(folder, model_config, entry)
+    sizes = sizes_of(config, entry)
+    if sizes is None:
+        return {**document, "problem": _NO_CONFIG}
+    if sizes.weights_bytes == 0:
+        return {**document, "problem": "its folder has no *.safetensors"}
+    try:
+        vectors = read_embedding_spec(folder, model_config, entry, ModelTask(document["task"]))
+    except ModelFolderError as error:
+        return {**document, "problem": str(error)}
+    if vectors is not None:
+        document |= {"pooling": vectors.poolings[0], "max_input_tokens": vectors.tokens_max}
+        document |= {"dimensions": vectors.dimensions} if vectors.dimensions else {}
+    return {
+        **document,
+        "context_tokens": sizes.context_tokens,
+        "layers": sizes.layers,
+        "stored_as": sizes.parameters_type,
+        "weights_bytes": sizes.stored_bytes,
+        "compressed": _compressed(sizes.compressed),
+        "kv_bytes_per_token": sizes.kv_bytes_per_token,
+        "kv_of_a_context_bytes": sizes.kv_bytes_of_a_context,
+        "memory_bytes": _on_device(config, sizes).memory_bytes,
+    }
+
+
+def _compressed(size: Bf12Size | None) -> dict[str, Any] | None:
+    return None if size is None else {"level": size.level, "kind": size.kind, "original_bytes": size.original_bytes}
+
+
+def _on_device(config: Config, sizes: ModelSizes) -> ModelSizes:
+    """The sizes on this host's devices."""
+    if sizes.compressed is None or gpus.usable_gpus(config.machine.device, gpus.installed_gpus()):
+        return sizes
+    return sizes.on_a_cpu
