@@ -125,7 +125,6 @@ OPERATIONS: Final = (
         summary="The account, its settings and its limits",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        result=AccountItem,
         versioned=True,
     ),
     Operation(
@@ -134,8 +133,6 @@ OPERATIONS: Final = (
         summary="Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=change,
-        body=AccountChange,
-        result=AccountItem,
         versioned=True,
     ),
 )

@@ -130,8 +130,6 @@ OPERATIONS: Final = (
         summary="All accounts, the oldest first",
         permissions=(Permission.OPERATOR,),
         serve=listed,
-        query=AccountsQuery,
-        result=list[AccountItem],
     ),
     Operation(
         method="POST",
@@ -139,8 +137,6 @@ OPERATIONS: Final = (
         summary="A new account",
         permissions=(Permission.OPERATOR,),
         serve=create,
-        body=NewAccount,
-        result=AccountItem,
         versioned=True,
         creates=True,
     ),
@@ -150,7 +146,6 @@ OPERATIONS: Final = (
         summary="One account",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        result=AccountItem,
         versioned=True,
     ),
     Operation(
@@ -159,8 +154,6 @@ OPERATIONS: Final = (
         summary="Change an account's name, plan and ceiling",
         permissions=(Permission.OPERATOR,),
         serve=change,
-        body=TermsChange,
-        result=AccountItem,
         versioned=True,
     ),
     Operation(
@@ -169,7 +162,6 @@ OPERATIONS: Final = (
         summary="Refuse an account's calls within 1 s, and end those that run within 5 s",
         permissions=(Permission.OPERATOR,),
         serve=suspend,
-        result=AccountItem,
         versioned=True,
     ),
     Operation(
@@ -178,7 +170,6 @@ OPERATIONS: Final = (
         summary="Serve a suspended account again",
         permissions=(Permission.OPERATOR,),
         serve=resume,
-        result=AccountItem,
         versioned=True,
     ),
 )

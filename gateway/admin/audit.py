@@ -137,8 +137,6 @@ OPERATIONS: Final = (
         summary="Who did what to the account, the newest first",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=of_account,
-        query=AuditQuery,
-        result=list[EntryItem],
         cursor=True,
     ),
     Operation(
@@ -147,8 +145,6 @@ OPERATIONS: Final = (
         summary="Who did what to this account, the newest first",
         permissions=(Permission.OPERATOR,),
         serve=of_any,
-        query=AuditQuery,
-        result=list[EntryItem],
         cursor=True,
     ),
     Operation(
@@ -157,8 +153,6 @@ OPERATIONS: Final = (
         summary="Who did what that concerns no one account, the newest first",
         permissions=(Permission.OPERATOR,),
         serve=of_system,
-        query=AuditQuery,
-        result=list[EntryItem],
         cursor=True,
     ),
     Operation(
@@ -167,7 +161,5 @@ OPERATIONS: Final = (
         summary="Whether a chain of the audit log is as it was written",
         permissions=(Permission.OPERATOR,),
         serve=verify,
-        query=ChainQuery,
-        result=VerdictItem,
     ),
 )

@@ -59,8 +59,6 @@ OPERATIONS: Final = (
         summary="How much of the account's prompts its cache had",
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=show,
-        query=DaysQuery,
-        result=CacheItem,
     ),
     Operation(
         method="POST",
@@ -68,6 +66,5 @@ OPERATIONS: Final = (
         summary="Make all that is cached for the account unfindable",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=purge,
-        result=PurgeItem,
     ),
 )

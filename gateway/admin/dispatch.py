@@ -62,7 +62,7 @@ class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
 class Resource:
     """A path that is served, with its operations by method."""
 
-    operations: dict[str, Operation[Any, Any, Any]]
+    operations: dict[str, Operation]
 
     @property
     def hidden(self) -> bool:
@@ -76,9 +76,7 @@ class Resource:
 class AdminApi:
     """Serves `operations` with `context`."""
 
-    def __init__(
-        self, operations: Sequence[Operation[Any, Any, Any]], context: AdminContext, authenticator: Authenticator
-    ) -> None:
+    def __init__(self, operations: Sequence[Operation], context: AdminContext, authenticator: Authenticator) -> None:
         self._context = context
         self._authenticator = authenticator
         self._resources: dict[str, Resource] = {}
@@ -118,7 +116,7 @@ class AdminApi:
             raise errors.store_unavailable() from None
         await exchange.answer(200, response.body, response.headers)
 
-    async def _permitted(self, exchange: Exchange, resource: Resource) -> tuple[Caller, Operation[Any, Any, Any]]:
+    async def _permitted(self, exchange: Exchange, resource: Resource) -> tuple[Caller, Operation]:
         """Returns the caller and the operation. The operator's paths look to all others like paths that do not exist.
         Raises ApiError."""
         caller = await self._operator(exchange) if resource.hidden else None
@@ -137,7 +135,7 @@ class AdminApi:
         except ApiError as refusal:
             raise errors.no_route(exchange.path) if refusal.status == 403 else refusal from None
 
-    def _body(self, operation: Operation[Any, Any, Any], sent: bytes) -> Any:
+    def _body(self, operation: Operation, sent: bytes) -> Any:
         if not operation.takes_body:
             return NoFields()
         return decode_body(sent or b"{}" if operation.optional else sent, self._decoders[operation.body])
@@ -145,7 +143,7 @@ class AdminApi:
     async def _run_once(
         self,
         exchange: Exchange,
-        operation: Operation[Any, Any, Any],
+        operation: Operation,
         request: OperationRequest[Any, Any],
         key: bytes,
         sent: bytes,
@@ -157,7 +155,7 @@ class AdminApi:
         stored = await self._context.idempotency.answer(account_id, subject, key.decode("latin-1"), sent, create)
         return msgspec.msgpack.decode(stored, type=StoredResponse)
 
-    async def _run(self, operation: Operation[Any, Any, Any], request: OperationRequest[Any, Any]) -> StoredResponse:
+    async def _run(self, operation: Operation, request: OperationRequest[Any, Any]) -> StoredResponse:
         """Runs the operation. Raises ApiError and StoreUnavailable."""
         try:
             result = await operation.serve(self._context, request)

@@ -54,6 +54,5 @@ OPERATIONS: Final = (
         summary="This gateway's requests, and the replicas that it sees",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        result=FleetItem,
     ),
 )

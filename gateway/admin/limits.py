@@ -99,7 +99,6 @@ OPERATIONS: Final = (
         summary="The account's ceiling, its own limits, and what is in force",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        result=LimitsItem,
         versioned=True,
     ),
     Operation(
@@ -108,8 +107,6 @@ OPERATIONS: Final = (
         summary="Say the account's own limits anew; none may be above its ceiling",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=lower,
-        body=Limits,
-        result=LimitsItem,
         versioned=True,
     ),
     Operation(
@@ -118,7 +115,5 @@ OPERATIONS: Final = (
         summary="All limits in force, and what is left of each now",
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=limits_left,
-        query=LeftQuery,
-        result=list[LeftItem],
     ),
 )

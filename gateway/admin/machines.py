@@ -148,6 +148,5 @@ OPERATIONS: Final = (
         summary="The machines, their memory, and where each model is",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        result=MachinesItem,
     ),
 )

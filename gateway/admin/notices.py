@@ -26,6 +26,5 @@ OPERATIONS: Final = (
         summary="The key that the account's notices are signed with",
         permissions=(Permission.ACCOUNT_ADMIN,),
         serve=show,
-        result=KeyItem,
     ),
 )

@@ -151,7 +151,7 @@ ERROR: Final[Json] = {
 }
 
 
-def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[DescribedRoute]) -> Json:
+def openapi_document(operations: Sequence[Operation], routes: Sequence[DescribedRoute]) -> Json:
     """Describes all routes, with every status that can occur."""
     schemas = _Schemas(operations, routes)
     paths: dict[str, Json] = {}
@@ -182,7 +182,7 @@ def openapi_document(operations: Sequence[Operation[Any, Any, Any]], routes: Seq
 class _Schemas:
     """JSON Schemas of all types that requests and answers have."""
 
-    def __init__(self, operations: Sequence[Operation[Any, Any, Any]], routes: Sequence[DescribedRoute]) -> None:
+    def __init__(self, operations: Sequence[Operation], routes: Sequence[DescribedRoute]) -> None:
         types: list[Any] = [PageItem, CursorItem, ResponseInfo]
         for operation in operations:
             types += [operation.result, *([operation.body] if operation.takes_body else [])]
@@ -209,7 +209,7 @@ def _bound(limits: dict[str, Json]) -> None:
         limits[name]["anyOf"][0].update(minimum=low, maximum=high)
 
 
-def _operation(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
+def _operation(operation: Operation, schemas: _Schemas) -> Json:
     headers = ["If-Match", "If-None-Match"] if operation.conditional else []
     headers += ["Idempotency-Key"] if operation.creates else []
     statuses = [*_ALWAYS, *_WITH_TOKEN]
@@ -237,7 +237,7 @@ def _operation(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
     return described
 
 
-def _envelope(operation: Operation[Any, Any, Any], schemas: _Schemas) -> Json:
+def _envelope(operation: Operation, schemas: _Schemas) -> Json:
     properties: Json = {
         "result": schemas.of(operation.result),
         "success": {"const": True},

@@ -6,7 +6,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Generic, Literal, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -119,8 +119,10 @@ class AdminContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation(Generic[Q, B, R]):
+class Operation:
     """One method of one path. The caller needs one of the permissions; if there are none, any token will do.
+
+    The types of query, body and result are those that `serve` is annotated with, unless `body` is given.
 
     versioned   its answer has an ETag, and a PUT or PATCH honours If-Match.
     creates     an Idempotency-Key is honoured.
@@ -133,15 +135,22 @@ class Operation(Generic[Q, B, R]):
     path: str
     summary: str
     permissions: tuple[Permission, ...]
-    serve: Callable[[AdminContext, OperationRequest[Q, B]], Awaitable[OperationResult[R]]]
-    result: type[R]
-    query: type[Q] = NoFields  # type: ignore[assignment]
-    body: type[B] = NoFields  # type: ignore[assignment]
+    serve: Callable[[AdminContext, OperationRequest[Any, Any]], Awaitable[OperationResult[Any]]]
+    query: Any = field(init=False)
+    body: Any = None
+    result: Any = field(init=False)
     versioned: bool = False
     creates: bool = False
     optional: bool = False
     cursor: bool = False
     csv: bool = False
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(self.serve)
+        query, body = get_args(hints["request"])
+        (result,) = get_args(hints["return"])
+        for name, kind in (("query", query), ("body", self.body or body), ("result", result)):
+            object.__setattr__(self, name, kind)
 
     @property
     def hidden(self) -> bool:

@@ -75,7 +75,6 @@ OPERATIONS: Final = (
         summary="All plans, by name",
         permissions=(Permission.OPERATOR,),
         serve=listed,
-        result=list[Plan],
     ),
     Operation(
         method="GET",
@@ -83,7 +82,6 @@ OPERATIONS: Final = (
         summary="One plan",
         permissions=(Permission.OPERATOR,),
         serve=show,
-        result=Plan,
         versioned=True,
     ),
     Operation(
@@ -93,7 +91,6 @@ OPERATIONS: Final = (
         permissions=(Permission.OPERATOR,),
         serve=keep,
         body=PlanContent,
-        result=Plan,
         versioned=True,
     ),
     Operation(
@@ -102,6 +99,5 @@ OPERATIONS: Final = (
         summary="Remove a plan that no account has; the default one has its first content again",
         permissions=(Permission.OPERATOR,),
         serve=remove,
-        result=RemovedItem,
     ),
 )

@@ -3,14 +3,14 @@
 If two operations match a path the first one counts.
 """
 
-from typing import Any, Final
+from typing import Final
 
 from gateway.admin import account, accounts, audit, cache, fleet, limits, machines, notices, plans, tokens, usage
 from gateway.admin.catalogue import CATALOGUE
 from gateway.admin.inference import INFERENCE, DescribedRoute
 from gateway.admin.operation import Operation
 
-OPERATIONS: Final[tuple[Operation[Any, Any, Any], ...]] = (
+OPERATIONS: Final[tuple[Operation, ...]] = (
     *tokens.OPERATIONS,
     *account.OPERATIONS,
     *limits.OPERATIONS,

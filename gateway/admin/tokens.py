@@ -292,7 +292,6 @@ OPERATIONS: Final = (
         summary="Whether the token that asks is in force",
         permissions=(),
         serve=verify,
-        result=VerifiedItem,
     ),
     Operation(
         method="GET",
@@ -300,7 +299,6 @@ OPERATIONS: Final = (
         summary="Whether the token that asks is in force, and this account's",
         permissions=(),
         serve=verify,
-        result=VerifiedItem,
     ),
     Operation(
         method="GET",
@@ -308,8 +306,6 @@ OPERATIONS: Final = (
         summary="What a token of the account may be permitted",
         permissions=_ADMIN,
         serve=offered_permission_groups,
-        query=GroupsQuery,
-        result=list[GroupOffered],
     ),
     Operation(
         method="GET",
@@ -317,8 +313,6 @@ OPERATIONS: Final = (
         summary="The account's tokens that are not revoked",
         permissions=_ADMIN,
         serve=listed,
-        query=TokensQuery,
-        result=list[TokenItem],
     ),
     Operation(
         method="POST",
@@ -326,8 +320,6 @@ OPERATIONS: Final = (
         summary="A new token; its text is in this answer alone",
         permissions=_ADMIN,
         serve=create,
-        body=TokenGiven,
-        result=TokenItem,
         creates=True,
     ),
     Operation(
@@ -336,7 +328,6 @@ OPERATIONS: Final = (
         summary="One token",
         permissions=_ADMIN,
         serve=show,
-        result=TokenItem,
     ),
     Operation(
         method="PUT",
@@ -344,8 +335,6 @@ OPERATIONS: Final = (
         summary="Say a token anew, in force within 1 s",
         permissions=_ADMIN,
         serve=change,
-        body=TokenGiven,
-        result=TokenItem,
     ),
     Operation(
         method="DELETE",
@@ -353,7 +342,6 @@ OPERATIONS: Final = (
         summary="Revoke a token, within 1 s and for good",
         permissions=_ADMIN,
         serve=end,
-        result=EndedItem,
     ),
     Operation(
         method="PUT",
@@ -361,8 +349,6 @@ OPERATIONS: Final = (
         summary="A new secret for a token; the one before it may open for a while yet",
         permissions=_ADMIN,
         serve=roll,
-        body=Rolled,
-        result=str,
         optional=True,
     ),
     Operation(
@@ -371,8 +357,6 @@ OPERATIONS: Final = (
         summary="An account's tokens that are not revoked",
         permissions=(Permission.OPERATOR,),
         serve=listed,
-        query=TokensQuery,
-        result=list[TokenItem],
     ),
     Operation(
         method="POST",
@@ -380,8 +364,6 @@ OPERATIONS: Final = (
         summary="A new token of an account, its first one for an administrator; its text is in this answer alone",
         permissions=(Permission.OPERATOR,),
         serve=create,
-        body=TokenGiven,
-        result=TokenItem,
         creates=True,
     ),
     Operation(
@@ -390,6 +372,5 @@ OPERATIONS: Final = (
         summary="Revoke a token of an account, within 1 s and for good",
         permissions=(Permission.OPERATOR,),
         serve=end,
-        result=EndedItem,
     ),
 )

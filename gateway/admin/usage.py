@@ -183,8 +183,6 @@ OPERATIONS: Final = (
         summary="What the account used, by day, model, token and tag",
         permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
         serve=of_account,
-        query=UsageQuery,
-        result=list[UsageItem],
         csv=True,
     ),
     Operation(
@@ -193,8 +191,6 @@ OPERATIONS: Final = (
         summary="What all accounts used, by day, account and model",
         permissions=(Permission.OPERATOR,),
         serve=of_all,
-        query=AllUsageQuery,
-        result=list[UsageItem],
         csv=True,
     ),
 )
