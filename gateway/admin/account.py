@@ -10,11 +10,11 @@ from gateway import errors
 from gateway.admin.operation import (
     ACCOUNT,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     Name,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
     time_of,
     values_validated,
 )
@@ -66,7 +66,7 @@ def limits_item(account: Account) -> LimitsItem:
     return LimitsItem(account.ceiling, account.ceiling_limits, account.own, account.limits)
 
 
-def account_answer(account: Account) -> OperationResult[AccountItem]:
+def account_answer(account: Account) -> AdminResult[AccountItem]:
     item = AccountItem(
         id=account.id,
         name=account.name,
@@ -77,16 +77,14 @@ def account_answer(account: Account) -> OperationResult[AccountItem]:
         limits=limits_item(account),
         revision=account.revision,
     )
-    return OperationResult(item, revision=account.revision)
+    return AdminResult(item, revision=account.revision)
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[AccountItem]:
     return account_answer(await context.accounts.get(request.account_id))
 
 
-async def change(
-    context: AdminContext, request: OperationRequest[NoFields, AccountChange]
-) -> OperationResult[AccountItem]:
+async def change(context: AdminContext, request: AdminRequest[NoFields, AccountChange]) -> AdminResult[AccountItem]:
     with values_validated():
         fields = {} if request.body.name is UNSET else {"name": checked_name(request.body.name)}
     settings: dict[str, Any] = {} if request.body.settings is UNSET else present_fields(request.body.settings)

@@ -9,11 +9,11 @@ from gateway.admin.account import AccountItem, account_answer, present_fields
 from gateway.admin.operation import (
     OPERATOR,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     Name,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
     PageQuery,
     values_validated,
 )
@@ -53,12 +53,12 @@ class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def listed(
-    context: AdminContext, request: OperationRequest[AccountsQuery, NoFields]
-) -> OperationResult[list[AccountItem]]:
+    context: AdminContext, request: AdminRequest[AccountsQuery, NoFields]
+) -> AdminResult[list[AccountItem]]:
     query = request.query
     accounts = [account for account in await context.accounts.list() if _matches(account, query)]
     items, page = sliced(accounts, query.page, query.per_page)
-    return OperationResult([account_answer(account).result for account in items], page=page)
+    return AdminResult([account_answer(account).result for account in items], page=page)
 
 
 def _matches(account: Account, query: AccountsQuery) -> bool:
@@ -69,9 +69,7 @@ def _matches(account: Account, query: AccountsQuery) -> bool:
     )
 
 
-async def create(
-    context: AdminContext, request: OperationRequest[NoFields, NewAccount]
-) -> OperationResult[AccountItem]:
+async def create(context: AdminContext, request: AdminRequest[NoFields, NewAccount]) -> AdminResult[AccountItem]:
     body = request.body
     with values_validated():
         name = checked_name(body.name)
@@ -83,13 +81,11 @@ async def create(
     return account_answer(account)
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[AccountItem]:
     return account_answer(await context.accounts.get(request.account_id))
 
 
-async def change(
-    context: AdminContext, request: OperationRequest[NoFields, TermsChange]
-) -> OperationResult[AccountItem]:
+async def change(context: AdminContext, request: AdminRequest[NoFields, TermsChange]) -> AdminResult[AccountItem]:
     fields = present_fields(request.body)
     changes: dict[str, Any] = dict(fields)
     if "name" in changes:
@@ -111,13 +107,13 @@ async def _plan(context: AdminContext, name: str) -> Plan:
         raise bad_input("'plan': there is no such plan; GET /client/v4/operator/plans lists them", "plan") from None
 
 
-async def suspend(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+async def suspend(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[AccountItem]:
     account = await context.accounts.suspend(request.account_id)
     await context.note(request.caller, account.id, "account.suspend", account.id)
     return account_answer(account)
 
 
-async def resume(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[AccountItem]:
+async def resume(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[AccountItem]:
     account = await context.accounts.resume(request.account_id)
     await context.note(request.caller, account.id, "account.resume", account.id)
     return account_answer(account)

@@ -10,11 +10,11 @@ from gateway.admin.operation import (
     ACCOUNT,
     OPERATOR,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     CursorItem,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
     Time,
     time_of,
 )
@@ -67,37 +67,31 @@ class VerdictItem(msgspec.Struct, frozen=True):
 
 
 async def of_account(
-    context: AdminContext, request: OperationRequest[AuditQuery, NoFields]
-) -> OperationResult[list[EntryItem]]:
+    context: AdminContext, request: AdminRequest[AuditQuery, NoFields]
+) -> AdminResult[list[EntryItem]]:
     return await _page(context, request.account_id, request.query)
 
 
-async def of_any(
-    context: AdminContext, request: OperationRequest[AuditQuery, NoFields]
-) -> OperationResult[list[EntryItem]]:
+async def of_any(context: AdminContext, request: AdminRequest[AuditQuery, NoFields]) -> AdminResult[list[EntryItem]]:
     await context.accounts.get(request.account_id)
     return await _page(context, request.account_id, request.query)
 
 
-async def of_system(
-    context: AdminContext, request: OperationRequest[AuditQuery, NoFields]
-) -> OperationResult[list[EntryItem]]:
+async def of_system(context: AdminContext, request: AdminRequest[AuditQuery, NoFields]) -> AdminResult[list[EntryItem]]:
     return await _page(context, SYSTEM, request.query)
 
 
-async def verify(
-    context: AdminContext, request: OperationRequest[ChainQuery, NoFields]
-) -> OperationResult[VerdictItem]:
+async def verify(context: AdminContext, request: AdminRequest[ChainQuery, NoFields]) -> AdminResult[VerdictItem]:
     chain = request.query.account or SYSTEM
     if chain != SYSTEM:
         await context.accounts.get(chain)
     verdict = await context.audit.verify(chain, request.query.head)
-    return OperationResult(
+    return AdminResult(
         VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem)
     )
 
 
-async def _page(context: AdminContext, chain: str, query: AuditQuery) -> OperationResult[list[EntryItem]]:
+async def _page(context: AdminContext, chain: str, query: AuditQuery) -> AdminResult[list[EntryItem]]:
     """Walks back from the cursor, or from the end."""
     head = await context.store.audit.head(chain)
     after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
@@ -113,7 +107,7 @@ async def _page(context: AdminContext, chain: str, query: AuditQuery) -> Operati
                 if len(entries) == query.per_page:
                     break
     page = CursorItem(len(entries), query.per_page, after if after > 1 else None)
-    return OperationResult([_item(entry) for entry in entries], page=page)
+    return AdminResult([_item(entry) for entry in entries], page=page)
 
 
 def _matches(entry: AuditEntry, query: AuditQuery) -> bool:

@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.admin.operation import ACCOUNT, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from gateway.admin.usage import DaysQuery, span
 from tenants.records.grants import Permission
 from tenants.records.settings import cache_retention_s
@@ -29,11 +29,11 @@ class PurgeItem(msgspec.Struct, frozen=True):
     epoch: int
 
 
-async def show(context: AdminContext, request: OperationRequest[DaysQuery, NoFields]) -> OperationResult[CacheItem]:
+async def show(context: AdminContext, request: AdminRequest[DaysQuery, NoFields]) -> AdminResult[CacheItem]:
     account = await context.accounts.get(request.account_id)
     rows = await context.store.quotas.usage(account.id, *span(context, request.query))
     prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
-    return OperationResult(
+    return AdminResult(
         CacheItem(
             epoch=account.epoch,
             scope=account.settings.cache_scope,
@@ -46,10 +46,10 @@ async def show(context: AdminContext, request: OperationRequest[DaysQuery, NoFie
     )
 
 
-async def purge(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[PurgeItem]:
+async def purge(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[PurgeItem]:
     account = await context.accounts.purge_cache(request.account_id)
     await context.note(request.caller, account.id, "account.purge_cache", account.id, epoch=account.epoch)
-    return OperationResult(PurgeItem(account.epoch))
+    return AdminResult(PurgeItem(account.epoch))
 
 
 OPERATIONS: Final = (

@@ -18,11 +18,11 @@ from gateway import errors
 from gateway.admin.operation import (
     PATH_PARAMETERS,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     CursorItem,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
     ResponseInfo,
 )
 from gateway.authentication import Authenticator, check_account_id
@@ -104,7 +104,7 @@ class AdminApi:
         sent = await exchange.body(BODY_BYTES_MAX) if operation.takes_body else b""
         body = self._body(operation, sent)
         revision = _revision(exchange) if operation.conditional else None
-        request = OperationRequest(caller, names, query, body, revision)
+        request = AdminRequest(caller, names, query, body, revision)
         key = exchange.headers.get(b"idempotency-key") if operation.creates else None
         try:
             if key is None:
@@ -144,7 +144,7 @@ class AdminApi:
         self,
         exchange: Exchange,
         operation: Operation,
-        request: OperationRequest[Any, Any],
+        request: AdminRequest[Any, Any],
         key: bytes,
         sent: bytes,
     ) -> StoredResponse:
@@ -155,7 +155,7 @@ class AdminApi:
         stored = await self._context.idempotency.answer(account_id, subject, key.decode("latin-1"), sent, create)
         return msgspec.msgpack.decode(stored, type=StoredResponse)
 
-    async def _run(self, operation: Operation, request: OperationRequest[Any, Any]) -> StoredResponse:
+    async def _run(self, operation: Operation, request: AdminRequest[Any, Any]) -> StoredResponse:
         """Runs the operation. Raises ApiError and StoreUnavailable."""
         try:
             result = await operation.serve(self._context, request)
@@ -166,7 +166,7 @@ class AdminApi:
         return _response(result)
 
 
-def _response(result: OperationResult[Any]) -> StoredResponse:
+def _response(result: AdminResult[Any]) -> StoredResponse:
     if result.csv is not None:
         return StoredResponse([CSV, NO_STORE], result.csv.encode())
     page = UNSET if result.page is None else result.page

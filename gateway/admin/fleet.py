@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from gateway.admin.machines import LoadItem, load_of
-from gateway.admin.operation import OPERATOR, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.admin.operation import OPERATOR, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from gateway.cluster.fleet import ReplicaView
 from tenants.records.grants import Permission
 
@@ -31,8 +31,8 @@ class FleetItem(msgspec.Struct, frozen=True):
     machines: dict[str, str]
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[FleetItem]:
-    return OperationResult(
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[FleetItem]:
+    return AdminResult(
         FleetItem(
             open_requests=context.open_requests(),
             unsettled=context.quota.unwritten,

@@ -31,13 +31,7 @@ from tenants.records.grants import Permission
 _GENERATING: Final = (405, 409, 410, 413, 422, 429)
 _COUNTING: Final = (409, 410, 413, 422, 429)
 # Headers of every request that asks a model something.
-_HEADERS: Final = (
-    "Idempotency-Key",
-    "x-session-affinity",
-    "cf-aig-metadata",
-    "cf-aig-request-timeout",
-    "cf-aig-zdr",
-)
+_HEADERS: Final = ("Idempotency-Key", "x-session-affinity", "cf-aig-metadata", "cf-aig-request-timeout", "cf-aig-zdr")
 AI: Final = (f"{ACCOUNT}/ai", "/ai")  # the prefixes of all routes below an account
 V1: Final = (*AI, "")  # those of the routes below /v1
 

@@ -7,7 +7,7 @@ from msgspec import Meta, structs
 
 from gateway import errors
 from gateway.admin.account import LimitsItem, limits_item
-from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.admin.operation import ACCOUNT, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from gateway.admin.tokens import own_token
 from gateway.inference import rate_limit_headers
 from tenants.limits.caps import LimitStatus
@@ -35,15 +35,15 @@ class LeftItem(msgspec.Struct, frozen=True):
     reset_s: int
 
 
-def limits_answer(account: Account) -> OperationResult[LimitsItem]:
-    return OperationResult(limits_item(account), revision=account.revision)
+def limits_answer(account: Account) -> AdminResult[LimitsItem]:
+    return AdminResult(limits_item(account), revision=account.revision)
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[LimitsItem]:
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[LimitsItem]:
     return limits_answer(await context.accounts.get(request.account_id))
 
 
-async def lower(context: AdminContext, request: OperationRequest[NoFields, Limits]) -> OperationResult[LimitsItem]:
+async def lower(context: AdminContext, request: AdminRequest[NoFields, Limits]) -> AdminResult[LimitsItem]:
     def lowered(account: Account) -> Account:
         check_below(request.body, account.ceiling_limits)
         return structs.replace(account, own=request.body)
@@ -68,15 +68,13 @@ def check_below(own: Limits, ceilings: Limits, model_class: str = "") -> None:
         check_below(limits, ceilings.classes.get(name, NO_LIMITS), name)
 
 
-async def limits_left(
-    context: AdminContext, request: OperationRequest[LeftQuery, NoFields]
-) -> OperationResult[list[LeftItem]]:
+async def limits_left(context: AdminContext, request: AdminRequest[LeftQuery, NoFields]) -> AdminResult[list[LeftItem]]:
     account = await context.accounts.get(request.account_id)
     token_id, limits = request.caller.token_id, request.caller.token_limits
     if request.query.token is not None:
         token = await own_token(context, request.account_id, request.query.token)
         token_id, limits = token.id, token.limits
-    return OperationResult([_item(status) for status in await context.quota.limits_left(account, token_id, limits)])
+    return AdminResult([_item(status) for status in await context.quota.limits_left(account, token_id, limits)])
 
 
 def _item(status: LimitStatus) -> LeftItem:

@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from engine.protocol import frames
-from gateway.admin.operation import OPERATOR, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.admin.operation import OPERATOR, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from gateway.cluster.fleet import MachineView, ReplicaFleet, ReplicaView
 from tenants.records.grants import Permission
 
@@ -78,9 +78,9 @@ class MachinesItem(msgspec.Struct, frozen=True):
     machines: list[MachineItem]
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[MachinesItem]:
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[MachinesItem]:
     fleet = context.fleet
-    return OperationResult(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
+    return AdminResult(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
 
 
 def _machine(fleet: ReplicaFleet, machine: MachineView) -> MachineItem:

@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, AdminContext, NoFields, Operation, OperationRequest, OperationResult
+from gateway.admin.operation import ACCOUNT, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from tenants.limits.soft_caps import webhook_secret
 from tenants.records.grants import Permission
 
@@ -15,8 +15,8 @@ class KeyItem(msgspec.Struct, frozen=True):
     key: str
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[KeyItem]:
-    return OperationResult(KeyItem(webhook_secret(context.notice_key(request.account_id))))
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[KeyItem]:
+    return AdminResult(KeyItem(webhook_secret(context.notice_key(request.account_id))))
 
 
 OPERATIONS: Final = (

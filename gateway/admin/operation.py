@@ -66,7 +66,7 @@ class ResponseInfo(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class OperationRequest(Generic[Q, B]):
+class AdminRequest(Generic[Q, B]):
     """A request of a permitted caller. `names` are the path's parameters; `account_id` is "" if it has none.
 
     `revision` is the one that a change must be based on, from `If-Match`; None without that header.
@@ -84,7 +84,7 @@ class OperationRequest(Generic[Q, B]):
 
 
 @dataclass(frozen=True, slots=True)
-class OperationResult(Generic[R]):
+class AdminResult(Generic[R]):
     """`revision` becomes the ETag. `csv` is sent in place of everything else."""
 
     result: R
@@ -135,7 +135,7 @@ class Operation:
     path: str
     summary: str
     permissions: tuple[Permission, ...]
-    serve: Callable[[AdminContext, OperationRequest[Any, Any]], Awaitable[OperationResult[Any]]]
+    serve: Callable[[AdminContext, AdminRequest[Any, Any]], Awaitable[AdminResult[Any]]]
     query: Any = field(init=False)
     body: Any = None
     result: Any = field(init=False)

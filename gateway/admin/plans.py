@@ -9,10 +9,10 @@ from gateway import errors
 from gateway.admin.operation import (
     OPERATOR,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
     values_validated,
 )
 from tenants.audit import SYSTEM
@@ -39,33 +39,33 @@ class RemovedItem(msgspec.Struct, frozen=True):
     name: str
 
 
-async def listed(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[list[Plan]]:
-    return OperationResult(list(await context.accounts.plans()))
+async def listed(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[list[Plan]]:
+    return AdminResult(list(await context.accounts.plans()))
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[Plan]:
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[Plan]:
     try:
         plan = await context.accounts.plan(request.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
-    return OperationResult(plan, revision=plan.revision)
+    return AdminResult(plan, revision=plan.revision)
 
 
-async def keep(context: AdminContext, request: OperationRequest[NoFields, Any]) -> OperationResult[Plan]:
+async def keep(context: AdminContext, request: AdminRequest[NoFields, Any]) -> AdminResult[Plan]:
     content = structs.asdict(request.body)
     with values_validated():
         plan = await context.accounts.put_plan(Plan(request.names["plan"], **content), request.revision)
     await context.note(request.caller, SYSTEM, "plan.change", plan.name, revision=plan.revision, **content)
-    return OperationResult(plan, revision=plan.revision)
+    return AdminResult(plan, revision=plan.revision)
 
 
-async def remove(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[RemovedItem]:
+async def remove(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[RemovedItem]:
     try:
         await context.accounts.remove_plan(request.names["plan"])
     except NotFound:
         raise errors.no_such_plan() from None
     await context.note(request.caller, SYSTEM, "plan.remove", request.names["plan"])
-    return OperationResult(RemovedItem(request.names["plan"]))
+    return AdminResult(RemovedItem(request.names["plan"]))
 
 
 OPERATIONS: Final = (

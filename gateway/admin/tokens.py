@@ -17,11 +17,11 @@ from gateway.admin.operation import (
     BASE,
     OPERATOR,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     Name,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
     ResponseInfo,
     Time,
     time_of,
@@ -136,43 +136,41 @@ class EndedItem(Struct, frozen=True):
     id: str
 
 
-async def verify(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[VerifiedItem]:
+async def verify(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[VerifiedItem]:
     """Describes the caller's token; the id of a JWT names its issuer and subject."""
     message = ResponseInfo(10000, "This API Token is valid and active")
     expires_on = _time(request.caller.expires_at)
-    return OperationResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(message,))
+    return AdminResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(message,))
 
 
 async def offered_permission_groups(
-    context: AdminContext, request: OperationRequest[GroupsQuery, NoFields]
-) -> OperationResult[list[GroupOffered]]:
+    context: AdminContext, request: AdminRequest[GroupsQuery, NoFields]
+) -> AdminResult[list[GroupOffered]]:
     """Lists permission groups; `name` and `scope` filter them."""
     groups = [GroupOffered(permission.value, permission.value) for permission in _OFFERED]
     name, scope = request.query.name, request.query.scope
-    return OperationResult([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
+    return AdminResult([group for group in groups if name in ("", group.name) and scope in ("", *group.scopes)])
 
 
-async def listed(
-    context: AdminContext, request: OperationRequest[TokensQuery, NoFields]
-) -> OperationResult[list[TokenItem]]:
+async def listed(context: AdminContext, request: AdminRequest[TokensQuery, NoFields]) -> AdminResult[list[TokenItem]]:
     """Lists the tokens that are not revoked."""
     query, now = request.query, context.calendar()
     tokens = await _live(context, request.account_id)
     items, page = sliced(tokens if query.direction == "asc" else tokens[::-1], query.page, query.per_page)
-    return OperationResult([_item(token, now) for token in items], page=page)
+    return AdminResult([_item(token, now) for token in items], page=page)
 
 
 async def _live(context: AdminContext, account_id: str) -> list[ApiToken]:
     return [token for token in await context.accounts.tokens(account_id) if token.revoked_at is None]
 
 
-async def show(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[TokenItem]:
-    return OperationResult(
+async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[TokenItem]:
+    return AdminResult(
         _item(await own_token(context, request.account_id, request.names["token_id"]), context.calendar())
     )
 
 
-async def create(context: AdminContext, request: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
+async def create(context: AdminContext, request: AdminRequest[NoFields, TokenGiven]) -> AdminResult[TokenItem]:
     """Mints a token; no other answer holds its text."""
     body, now = request.body, context.calendar()
     grant, expires_at, name = _grant(body, request.account_id), _expiry(body, now), _name(body)
@@ -180,33 +178,33 @@ async def create(context: AdminContext, request: OperationRequest[NoFields, Toke
         raise errors.conflict(f"the account has {TOKENS_MAX:,} tokens, which is the most: revoke some first")
     token, text = await context.accounts.mint(request.account_id, name, expires_at, grant, body.limits)
     await context.note(request.caller, request.account_id, "token.create", token.id, **_audit_fields(body))
-    return OperationResult(msgspec.structs.replace(_item(token, now), value=text))
+    return AdminResult(msgspec.structs.replace(_item(token, now), value=text))
 
 
-async def change(context: AdminContext, request: OperationRequest[NoFields, TokenGiven]) -> OperationResult[TokenItem]:
+async def change(context: AdminContext, request: AdminRequest[NoFields, TokenGiven]) -> AdminResult[TokenItem]:
     body, now = request.body, context.calendar()
     token = await _changeable(context, request)
     grant, expires_at, name = _grant(body, request.account_id), _expiry(body, now), _name(body)
     changed = await context.accounts.update_token(token.id, name, expires_at, grant, body.limits)
     await context.note(request.caller, request.account_id, "token.change", token.id, **_audit_fields(body))
-    return OperationResult(_item(changed, now))
+    return AdminResult(_item(changed, now))
 
 
-async def end(context: AdminContext, request: OperationRequest[NoFields, NoFields]) -> OperationResult[EndedItem]:
+async def end(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[EndedItem]:
     token = await _changeable(context, request)
     await context.accounts.revoke(token.id)
     await context.note(request.caller, request.account_id, "token.revoke", token.id)
-    return OperationResult(EndedItem(token.id))
+    return AdminResult(EndedItem(token.id))
 
 
-async def roll(context: AdminContext, request: OperationRequest[NoFields, Rolled]) -> OperationResult[str]:
+async def roll(context: AdminContext, request: AdminRequest[NoFields, Rolled]) -> AdminResult[str]:
     """Replaces a token's secret, and returns its text, once."""
     token = await _changeable(context, request)
     _, text = await context.accounts.roll(token.id, request.body.grace_seconds)
     await context.note(
         request.caller, request.account_id, "token.roll", token.id, grace_seconds=request.body.grace_seconds
     )
-    return OperationResult(text)
+    return AdminResult(text)
 
 
 async def own_token(context: AdminContext, account_id: str, token_id: str) -> ApiToken:
@@ -220,7 +218,7 @@ async def own_token(context: AdminContext, account_id: str, token_id: str) -> Ap
     return token
 
 
-async def _changeable(context: AdminContext, request: OperationRequest[Any, Any]) -> ApiToken:
+async def _changeable(context: AdminContext, request: AdminRequest[Any, Any]) -> ApiToken:
     """Returns a token that the caller may change: an administrator who could roll an operator's token would be the
     operator. Raises ApiError."""
     token = await own_token(context, request.account_id, request.names["token_id"])

@@ -13,10 +13,10 @@ from gateway.admin.operation import (
     ACCOUNT,
     OPERATOR,
     AdminContext,
+    AdminRequest,
+    AdminResult,
     NoFields,
     Operation,
-    OperationRequest,
-    OperationResult,
 )
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
@@ -78,8 +78,8 @@ class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def of_account(
-    context: AdminContext, request: OperationRequest[UsageQuery, NoFields]
-) -> OperationResult[list[UsageItem]]:
+    context: AdminContext, request: AdminRequest[UsageQuery, NoFields]
+) -> AdminResult[list[UsageItem]]:
     query = request.query
     sums = UsageSums(query.by)
     for row in await context.store.quotas.usage(request.account_id, *span(context, query)):
@@ -89,9 +89,7 @@ async def of_account(
     return _answer(sums, query)
 
 
-async def of_all(
-    context: AdminContext, request: OperationRequest[AllUsageQuery, NoFields]
-) -> OperationResult[list[UsageItem]]:
+async def of_all(context: AdminContext, request: AdminRequest[AllUsageQuery, NoFields]) -> AdminResult[list[UsageItem]]:
     query, accounts = request.query, context.accounts
     first, last = span(context, query)
     sums = UsageSums(query.by)
@@ -153,11 +151,11 @@ class UsageSums:
         )
 
 
-def _answer(sums: UsageSums, query: RowsQuery) -> OperationResult[list[UsageItem]]:
+def _answer(sums: UsageSums, query: RowsQuery) -> AdminResult[list[UsageItem]]:
     if query.format == "csv":
-        return OperationResult([], csv=usage_csv(sums.items(), sums.by))
+        return AdminResult([], csv=usage_csv(sums.items(), sums.by))
     items, page = sliced(sums.items(), query.page, query.per_page)
-    return OperationResult(list(items), page=page)
+    return AdminResult(list(items), page=page)
 
 
 def usage_csv(items: Sequence[UsageItem], by: Sequence[str]) -> str:
