@@ -44,7 +44,7 @@ from engine.host.agent import replica_command, zygote_modules
 from engine.host.forkserver import ForkserverLauncher
 from engine.host.supervisor import ReplicaLauncher, SubprocessLauncher
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
-from engine.protocol import frames as wire
+from engine.protocol import frames
 from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
 from engine.protocol.types import SamplingParams, Scope
 from gateway.admin.machines import MachineReplicaItem, MachinesItem
@@ -519,15 +519,15 @@ def _connected(path: str, began: float) -> socket.socket:
 
 def _first_token_at(peer: socket.socket) -> float:
     ids = array("I", (2 + number * 7 % 1000 for number in range(PROMPT_TOKENS)))
-    submit = wire.Submit(id=1, tokens=ids.tobytes(), scope=Scope(), sampling=SamplingParams(), max_tokens=2)
+    submit = frames.Submit(id=1, tokens=ids.tobytes(), scope=Scope(), sampling=SamplingParams(), max_tokens=2)
     peer.settimeout(_STARTED_S)
-    peer.sendall(wire.encode_frame(submit))
-    frames = wire.FrameReader()
+    peer.sendall(frames.encode_frame(submit))
+    reader = frames.FrameReader()
     while received := peer.recv(1 << 16):
-        for frame in frames.feed(received):
-            if isinstance(frame, wire.StepOutputs) and frame.tokens:
+        for frame in reader.feed(received):
+            if isinstance(frame, frames.StepOutputs) and frame.tokens:
                 return time.monotonic()
-            assert not isinstance(frame, wire.Reject), frame
+            assert not isinstance(frame, frames.Reject), frame
     raise EOFError("the replica ended")
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
+from engine.weights.streaming import read_bytes
 from engine.weights.tensor_index import CheckpointError
 
 Item = TypeVar("Item")
@@ -32,15 +33,7 @@ class SourceFiles:
     def read(self, path: Path, first: int, count: int) -> bytearray:
         """These bytes of the file. Raises CheckpointError."""
         memory = bytearray(count)
-        view, done = memoryview(memory), 0
-        while done < count:
-            try:
-                read = os.preadv(self._files[path], [view[done:]], first + done)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read at {first + done}: {error.strerror}") from error
-            if read == 0:
-                raise CheckpointError(f"{path} ends at byte {first + done}: it was cut short while it was read")
-            done += read
+        read_bytes(self._files[path], path, first, memoryview(memory))
         return memory
 
     def require_unchanged(self) -> None:

@@ -48,7 +48,7 @@ class Bf12Linear:
             parts_PTN[0] += self._bias_N
         return parts_PTN
 
-    def gated(self, x_TK: Tensor) -> Tensor:
+    def swiglu(self, x_TK: Tensor) -> Tensor:
         """silu of the first half of the outputs · the second half, [T, I]. No kernel gates what has a bias."""
         match None if self._bias_N is not None else self._tiling(x_TK, gated=True):
             case None:

@@ -64,7 +64,7 @@ class CpuLinear:
         copies = -(-self._min_rows // rows)
         return _multiply(torch.cat([x_TK] * copies), self._packed, self._bias, self._activation)[:rows]
 
-    def gated(self, x_TK: Tensor) -> Tensor:
+    def swiglu(self, x_TK: Tensor) -> Tensor:
         return silu_and_multiply(self(x_TK))
 
     def logits(self, x_TK: Tensor) -> Tensor:

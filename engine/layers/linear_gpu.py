@@ -36,7 +36,7 @@ class GpuLinear:
                 return multiply(x_TK, self._weight_NK, tiling)
         return torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)[None]
 
-    def gated(self, x_TK: Tensor) -> Tensor:
+    def swiglu(self, x_TK: Tensor) -> Tensor:
         """silu of the first half of the outputs · the second half, [T, I]."""
         if self._bias_N is None:
             tiling = select_tiling(self.outputs, self.inputs, len(x_TK), True, x_TK.device)

@@ -24,7 +24,7 @@ class Linear(Protocol):
 
     def __call__(self, x_TK: Tensor) -> Tensor: ...
 
-    def gated(self, x_TK: Tensor) -> Tensor:
+    def swiglu(self, x_TK: Tensor) -> Tensor:
         """silu of the first half of the outputs times the second half, [T, N ÷ 2]."""
         ...
 

@@ -69,7 +69,7 @@ class LlamaDecoder:
 
     def _behind_attention(self, step: ForwardStep, layer: DecoderLayer, attended_TW: Tensor) -> Tensor:
         added = layer.output(attended_TW)
-        return layer.down(layer.gate_up.gated(step.add_norm(added, layer.mlp_norm)))
+        return layer.down(layer.gate_up.swiglu(step.add_norm(added, layer.mlp_norm)))
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> KVShape:

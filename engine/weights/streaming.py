@@ -165,7 +165,7 @@ def _read(
 def _fill(memory: memoryview, piece: FilePiece, file: int) -> None:
     into = memory[: piece.bytes]
     if piece.rows is None or piece.rows.frame is None:
-        _read_at(file, piece, piece.first, into)
+        read_bytes(file, piece.path, piece.first, into)
     else:
         _unpack(into, piece, piece.rows, piece.rows.frame, file)
     if piece.checksum is not None and xxhash.xxh3_64_intdigest(into) != piece.checksum:
@@ -177,8 +177,8 @@ def _fill(memory: memoryview, piece: FilePiece, file: int) -> None:
 
 def _unpack(into: memoryview, piece: FilePiece, rows: Bf12Rows, frame: range, file: int) -> None:
     low, packed = memoryview(bytearray(rows.count * rows.inputs)), memoryview(bytearray(len(frame)))
-    _read_at(file, piece, piece.first, low)
-    _read_at(file, piece, frame.start, packed)
+    read_bytes(file, piece.path, piece.first, low)
+    read_bytes(file, piece.path, frame.start, packed)
     low_NV = torch.frombuffer(low, dtype=torch.int32).view(rows.count, -1)
     try:
         unpack_plane(packed, low_NV, torch.frombuffer(into, dtype=torch.int32).view(rows.count, -1))
@@ -186,7 +186,8 @@ def _unpack(into: memoryview, piece: FilePiece, rows: Bf12Rows, frame: range, fi
         raise CheckpointError(f"{piece.path}: {piece.name} has {error}: get the file again") from error
 
 
-def _read_at(file: int, piece: FilePiece, first: int, into: memoryview) -> None:
+def read_bytes(file: int, path: Path, first: int, into: memoryview) -> None:
+    """Fills `into` from byte `first` of the open file, which is `path`. Raises CheckpointError."""
     if hasattr(os, "posix_fadvise"):  # else the disk reads little at a time: the readers look like random access
         os.posix_fadvise(file, first, len(into), os.POSIX_FADV_WILLNEED)
     count = 0
@@ -194,9 +195,9 @@ def _read_at(file: int, piece: FilePiece, first: int, into: memoryview) -> None:
         try:
             read = os.preadv(file, [into[count:]], first + count)
         except OSError as error:
-            raise CheckpointError(f"{piece.path} cannot be read at {first + count}: {error.strerror}") from error
+            raise CheckpointError(f"{path} cannot be read at {first + count}: {error.strerror}") from error
         if read == 0:
-            raise CheckpointError(f"{piece.path} ends at byte {first + count}: it was cut short while it was read")
+            raise CheckpointError(f"{path} ends at byte {first + count}: it was cut short while it was read")
         count += read
 
 

@@ -88,7 +88,7 @@ def by_library(gated: bool, is_coded: bool) -> Call:
 
 
 def as_bf16(gated: bool) -> Call:
-    return lambda x_TK, weight_NK: GpuLinear(weight_NK).gated(x_TK) if gated else GpuLinear(weight_NK)(x_TK)
+    return lambda x_TK, weight_NK: GpuLinear(weight_NK).swiglu(x_TK) if gated else GpuLinear(weight_NK)(x_TK)
 
 
 def in_parts(parts: Tensor) -> Tensor:

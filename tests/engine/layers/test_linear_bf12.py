@@ -1,5 +1,5 @@
 """engine/layers/linear_bf12.py: its choice of kernels, expanding in chunks, and where it has the bits of bf16. What any
-linear layer must do is tested in test_weights_resident.py."""
+linear layer must do is tested in test_linear_gpu.py."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -134,7 +134,7 @@ def test_each_kind_of_choice_is_taken(plain: Any, gated: Any, monkeypatch: pytes
         monkeypatch.setattr(linear_bf12, "select_bf12_tiling", choice)
         linear = Bf12Linear(coded(weight_NK))
         assert error(linear.logits(x_TK).cpu(), wanted_TN) < 8e-3
-        assert error(linear.gated(x_TK).cpu(), torch.nn.functional.silu(gate) * up) < 1.2e-2
+        assert error(linear.swiglu(x_TK).cpu(), torch.nn.functional.silu(gate) * up) < 1.2e-2
         assert taken == [plain, gated, *([plain] if gated is None else [])]
 
 
@@ -146,7 +146,7 @@ def test_a_bias_is_added_once(tiling: Bf12Tiling | None, monkeypatch: pytest.Mon
     wanted_TN = x_TK.double() @ weight_NK.to(DEVICE).double().T + bias_N.double()
     assert error(linear.logits(x_TK), wanted_TN) < 1e-5
     gate, up = wanted_TN.chunk(2, -1)
-    assert error(linear.gated(x_TK), torch.nn.functional.silu(gate) * up) < 1e-5
+    assert error(linear.swiglu(x_TK), torch.nn.functional.silu(gate) * up) < 1e-5
 
 
 def test_of_the_expanded_matrix_there_is_a_chunk_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_true_shapes(rows: int, biased: bool) -> None:
     linear, plain = Bf12Linear(coded(weight_NK), bias_N), GpuLinear(weight_NK.to(DEVICE), bias_N)
     x_TK = random(rows, 4096, dtype=BF16, seed=1)
     assert error(linear.logits(x_TK), plain.logits(x_TK)) < 8e-3
-    assert error(linear.gated(x_TK), plain.gated(x_TK)) < 1.2e-2
+    assert error(linear.swiglu(x_TK), plain.swiglu(x_TK)) < 1.2e-2
 
 
 @cache

@@ -1,4 +1,4 @@
-"""engine/layers/linear_gpu.py, and compressed.py beside it: whichever kernel is chosen, a row's result is the same
+"""engine/layers/linear_gpu.py, and linear_bf12.py beside it: whichever kernel is chosen, a row's result is the same
 maths."""
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def test_every_number_of_rows(rows: int, biased: bool, stored: Callable[[Tensor,
     assert error(linear(x_TK).sum(0), wanted_TN) < most
     assert error(linear.logits(x_TK), wanted_TN) < most
     gate, up = wanted_TN.chunk(2, -1)
-    assert error(linear.gated(x_TK), torch.nn.functional.silu(gate) * up) < most
+    assert error(linear.swiglu(x_TK), torch.nn.functional.silu(gate) * up) < most
 
 
 @pytest.mark.parametrize("biased", [False, True])
