@@ -124,7 +124,7 @@ async def _lines(
         yield _account_line(account)
         for token in await store.accounts.tokens(account.id):
             row = await store.accounts.token(token.id)
-            assert row is not None, f"token {token.id} of {account.id} is listed and not there"
+            assert row is not None, f"token {token.id} of {account.id} is listed and missing"
             yield _Token(row[0], list(row[1]))
         if usage:
             async for record in _records(store, account.id, now_s):
@@ -225,8 +225,8 @@ async def _merge(file: BinaryIO, store: Store, progress: ExportProgress, write: 
     plans = {plan.name: plan for plan in await store.accounts.plans()}
     known = {account.id: account for account in await store.accounts.list()}
     merger = _Merger(store, plans, known, write)
-    for _, lines in groupby(_read(file, progress), _together):
-        await merger.take(list(lines))
+    for _, lines in groupby(_read(file, progress), _group_key):
+        await merger.merge(list(lines))
     return merger.imported
 
 
@@ -241,7 +241,7 @@ def _read(file: BinaryIO, progress: ExportProgress) -> Iterator[_Line]:
             yield line
 
 
-def _together(line: _Line) -> object:
+def _group_key(line: _Line) -> object:
     """Lines that follow each other with an equal key are compared with the store at once."""
     match line:
         case _Usage(record=record):
@@ -255,9 +255,9 @@ def _together(line: _Line) -> object:
 class _Merger:
     """One walk through the file. Raises InvalidExport where an id is there twice, or is another record in the store."""
 
-    def __init__(self, store: Store, kept: dict[str, Plan], known: dict[str, Account], write: bool) -> None:
+    def __init__(self, store: Store, stored_plans: dict[str, Plan], known: dict[str, Account], write: bool) -> None:
         self._store = store
-        self._kept = kept  # the store's plans
+        self._stored_plans = stored_plans  # the store's plans
         self._known = known  # its accounts
         self._default_in_use = any(account.plan.name == DEFAULT_PLAN.name for account in known.values())
         self._write = write
@@ -269,42 +269,42 @@ class _Merger:
         self._seq = 0  # of the audit entry before
         self.imported = ImportCounts()
 
-    async def take(self, lines: list[_Line]) -> None:
+    async def merge(self, lines: list[_Line]) -> None:
         match lines[0]:
             case _Plan(plan=plan):
-                await self._take_plan(plan)
+                await self._merge_plan(plan)
             case _Account() as line:
-                await self._take_account(line)
+                await self._merge_account(line)
             case _Token(token=token, seals=seals):
-                await self._take_token(token, seals)
+                await self._merge_token(token, seals)
             case _Usage():
-                await self._take_records([line.record for line in lines if isinstance(line, _Usage)])
+                await self._merge_records([line.record for line in lines if isinstance(line, _Usage)])
             case _Audit():
-                await self._take_entries([line.entry for line in lines if isinstance(line, _Audit)])
+                await self._merge_entries([line.entry for line in lines if isinstance(line, _Audit)])
 
-    async def _take_plan(self, plan: Plan) -> None:
-        _once("plan", plan.name, plan.name in self._plans)
+    async def _merge_plan(self, plan: Plan) -> None:
+        _require_unique("plan", plan.name, plan.name in self._plans)
         self._plans[plan.name] = plan
-        there = self._kept.get(plan.name) or (DEFAULT_PLAN if plan.name == DEFAULT_PLAN.name else None)
-        if there is not None and structs.replace(there, revision=0) == structs.replace(plan, revision=0):
+        existing = self._stored_plans.get(plan.name) or (DEFAULT_PLAN if plan.name == DEFAULT_PLAN.name else None)
+        if existing is not None and structs.replace(existing, revision=0) == structs.replace(plan, revision=0):
             return
-        if plan.name in self._kept or (there is not None and self._default_in_use):
+        if plan.name in self._stored_plans or (existing is not None and self._default_in_use):
             raise InvalidExport(f"the plan {plan.name} is another one here: rename one of them, or make them the same")
         self.imported.plans += 1
         if self._write:
             await self._store.accounts.put_plan(structs.replace(plan, revision=1))
 
-    async def _take_account(self, line: _Account) -> None:
-        _once("account", line.id, line.id in self._accounts)
+    async def _merge_account(self, line: _Account) -> None:
+        _require_unique("account", line.id, line.id in self._accounts)
         if line.plan not in self._plans:
             raise InvalidExport(f"account {line.id} has the plan {line.plan}, which is not in the file")
         self._accounts.add(line.id)
         self._account, self._record, self._seq = line.id, (0, ""), 0
-        there = self._known.get(line.id)
-        if there is not None:
-            if _account_line(there) != line:
+        existing = self._known.get(line.id)
+        if existing is not None:
+            if _account_line(existing) != line:
                 raise InvalidExport(
-                    f"account {line.id} is there already, in revision {there.revision}, and not as it is in the file"
+                    f"account {line.id} is there already, in revision {existing.revision}, and not as it is in the file"
                 )
             return
         self.imported.accounts.append(line.id)
@@ -312,15 +312,15 @@ class _Merger:
             self._known[line.id] = Account(**{**structs.asdict(line), "plan": self._plans[line.plan]})
             await self._store.accounts.add(self._known[line.id])
 
-    async def _take_token(self, token: ApiToken, seals: list[TokenDigest]) -> None:
-        _once("token", token.id, token.id in self._tokens)
+    async def _merge_token(self, token: ApiToken, seals: list[TokenDigest]) -> None:
+        _require_unique("token", token.id, token.id in self._tokens)
         self._tokens.add(token.id)
         self._check_owner(token.account_id)
         # A Redis without any account does not answer this: it takes itself for one that was emptied.
-        there = await self._store.accounts.token(token.id) if self._known else None
-        sealed = [] if there is None else list(there[1])
+        existing = await self._store.accounts.token(token.id) if self._known else None
+        sealed = [] if existing is None else list(existing[1])
         # The newest seal alone is what an import leaves that was interrupted.
-        if there is not None and (there[0] != token or sealed not in (seals, seals[:1])):
+        if existing is not None and (existing[0] != token or sealed not in (seals, seals[:1])):
             raise InvalidExport(f"token {token.id} is there already and not as the file has it")
         self.imported.tokens += sealed != seals
         if self._write:
@@ -334,27 +334,27 @@ class _Merger:
         if sealed != seals and len(seals) > 1:
             await self._store.accounts.update_token(token, seals)
 
-    async def _take_records(self, records: list[UsageRecord]) -> None:
+    async def _merge_records(self, records: list[UsageRecord]) -> None:
         """All of one account and day, by request id."""
         account_id, day = records[0].account_id, records[0].day
         self._check_owner(account_id)
-        there = {record.request_id: record for record in await self._store.quotas.records(account_id, day)}
+        existing = {record.request_id: record for record in await self._store.quotas.records(account_id, day)}
         added = []
         for record in records:
             key = (day, record.request_id)
-            _once("usage record", record.request_id, key <= self._record)
+            _require_unique("usage record", record.request_id, key <= self._record)
             self._record = key
-            if record.request_id not in there:
+            if record.request_id not in existing:
                 added.append(record)
-            elif there[record.request_id] != record:
+            elif existing[record.request_id] != record:
                 raise InvalidExport(f"usage record {record.request_id} of account {account_id} is another one here")
         self.imported.records += len(added)
         if self._write:
             for start in range(0, len(added), SETTLED_AT_ONCE):
                 await self._store.quotas.settle(added[start : start + SETTLED_AT_ONCE])
 
-    async def _take_entries(self, entries: list[AuditEntry]) -> None:
-        """One account's, in their order; they are the beginning of what is there, or what is there is theirs."""
+    async def _merge_entries(self, entries: list[AuditEntry]) -> None:
+        """Merges one account's entries with the stored chain: one is the beginning of the other."""
         account_id, first = entries[0].account_id, entries[0].seq
         self._check_owner(account_id)
         for entry in entries:
@@ -363,14 +363,14 @@ class _Merger:
                     f"the audit log of {account_id or 'the system'} lacks what is before entry {entry.seq}"
                 )
             self._seq = entry.seq
-        there = await self._store.audit.entries(account_id, first, len(entries))
-        if list(there) != entries[: len(there)]:
+        existing = await self._store.audit.entries(account_id, first, len(entries))
+        if list(existing) != entries[: len(existing)]:
             raise InvalidExport(
                 f"the audit log of {account_id or 'the system'} is another one here, from entry {first} on"
             )
-        self.imported.entries += len(entries) - len(there)
+        self.imported.entries += len(entries) - len(existing)
         if self._write:
-            for entry in entries[len(there) :]:
+            for entry in entries[len(existing) :]:
                 if not await self._store.audit.append(entry):
                     raise ValueError(f"others wrote to the audit log of {account_id} meanwhile: it is not all there")
 
@@ -379,7 +379,7 @@ class _Merger:
             raise InvalidExport(f"a line of account {account_id} is not behind its account's line")
 
 
-def _once(kind: str, key: str, seen: bool) -> None:
+def _require_unique(kind: str, key: str, seen: bool) -> None:
     if seen:
         raise InvalidExport(f"the {kind} {key} is in the file twice")
 

@@ -56,7 +56,7 @@ class ModelGeometry(NamedTuple):
         return 2 * self.layers * self.kv_heads * self.head_width
 
     def parameters(self, config: Mapping[str, Any]) -> int:
-        """Of the layers' linear weights, the embedding, and the head where it is apart. Raises ModelFolderError."""
+        """Counts the layers' linear weights, the embedding, and an untied head. Raises ModelFolderError."""
         try:
             hidden, inner, vocabulary = (
                 int(config[name]) for name in ("hidden_size", "intermediate_size", "vocab_size")

@@ -92,14 +92,14 @@ def read_embedding_spec(
             )
         return EmbeddingSpec((Pooling.SCORE,), False, 0, frozenset(), tokens_max)
     modules = _modules(folder)
-    said = _read(folder / "sentence_bert_config.json").get("max_seq_length")
+    max_seq_length = _read(folder / "sentence_bert_config.json").get("max_seq_length")
     prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
     return EmbeddingSpec(
         poolings=_poolings(folder, document, modules, entry),
         normalized="Normalize" in modules,
         dimensions=int(document.get("hidden_size") or 0),
         allowed_dimensions=_cuts(document, entry),
-        tokens_max=min(tokens_max, int(said)) if said else tokens_max,
+        tokens_max=min(tokens_max, int(max_seq_length)) if max_seq_length else tokens_max,
         query=str(prompts.get("query", "")),
         document=str(prompts.get("document", "")),
     )

@@ -310,17 +310,19 @@ def _moves(reports: Mapping[str, frames.MachineState]) -> CounterMetricFamily:
 
 def _memory(reports: Mapping[str, frames.MachineState]) -> Iterator[GaugeMetricFamily]:
     """Memory that replicas hold, and its budget: of each device, by its index, and of the host."""
-    held = GaugeMetricFamily("hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"])
+    device_held = GaugeMetricFamily(
+        "hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"]
+    )
     budget = GaugeMetricFamily("hearth_device_budget_bytes", "Of it, for replicas", labels=["machine", "device"])
     host_held = GaugeMetricFamily("hearth_host_held_bytes", "Held of host memory by models", labels=["machine"])
     host_budget = GaugeMetricFamily("hearth_host_budget_bytes", "Of it, for models that sleep", labels=["machine"])
     for machine, fleet in reports.items():
         for index, device in enumerate(fleet.devices):
-            held.add_metric([machine, str(index)], device.held_bytes)
+            device_held.add_metric([machine, str(index)], device.held_bytes)
             budget.add_metric([machine, str(index)], device.budget_bytes)
         host_held.add_metric([machine], fleet.memory_bytes)
         host_budget.add_metric([machine], fleet.memory_budget_bytes)
-    yield from (held, budget, host_held, host_budget)
+    yield from (device_held, budget, host_held, host_budget)
 
 
 class BatchQueueGauges(Protocol):
@@ -368,8 +370,8 @@ class _Certificate(Collector):
 
 
 def _accounts_text(shares: AccountUsage) -> bytes:
-    """The series of accounts and plans. They are written by hand, in a quarter of the library's time: a scrape of
-    hundreds of accounts must not hold up streams. Ids, plans and limits have no character that needs an escape.
+    """The series of accounts and plans, written by hand in a quarter of the library's time: a scrape of hundreds
+    of accounts must not hold up streams. Ids, plans and limits have no character that needs an escape.
     """
     requests, tokens, neurons, refusals = [], [], [], []
     for (account, plan), row in shares.rows.items():

@@ -87,8 +87,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(filter)  # and so what jinja wants to be passed
     def bounded(*args: Any, **named: Any) -> Any:
-        given = args[1:] if hasattr(filter, "jinja_pass_arg") else args
-        match given:
+        arguments = args[1:] if hasattr(filter, "jinja_pass_arg") else args
+        match arguments:
             case [str(text), *rest]:
                 _check_text(name, text, rest, named)
             case [_, int(count), *_] if name in ("batch", "slice") and count > _ITEMS_MAX:
@@ -102,7 +102,7 @@ def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]
 
 def _check_text(name: str, text: str, args: Iterable[Any], named: Mapping[str, Any]) -> None:
     """Checks a method or filter of a text. Raises SecurityError where the result would be huge."""
-    values = [*args, *(value for given, value in named.items() if not given.startswith("_"))]  # jinja's own are not
+    values = [*args, *(value for option, value in named.items() if not option.startswith("_"))]  # jinja's own are not
     match name, values:
         case "format" | "format_map", _:
             _check_form(_WIDE_FIELD, text)

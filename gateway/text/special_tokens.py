@@ -1,6 +1,6 @@
 """The control tokens that a tokenizer puts around a text, or around two, as an encoder was trained with them.
 
-They are found by encoding, so that every kind of post-processor of tokenizer.json is understood. It knows no files.
+Encoding a probe finds them, so that every kind of post-processor of tokenizer.json is understood. It knows no files.
 """
 
 from collections.abc import Sequence

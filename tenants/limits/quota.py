@@ -184,8 +184,8 @@ class Quota:
                 waits = False
 
     async def flush(self) -> None:
-        """Writes every settlement so far to the store or, when it is away, to the outbox. They stay in memory only
-        where both fail, and the next call tries again."""
+        """Writes every settlement so far to the store or, when it is away, to the outbox. Where both fail
+        settlements stay in memory, and the next call tries again."""
         async with self._draining:
             while self._settled:
                 batch = list(islice(self._settled, SETTLE_BATCH))

@@ -69,12 +69,12 @@ NO_LIMITS: Final = Limits()
 
 def overlay(limits: Limits, over: Limits) -> Limits:
     """`limits` with what `over` sets in place of its own."""
-    given = {name: value for name in RANGES if (value := getattr(over, name)) is not None}
+    replaced = {name: value for name in RANGES if (value := getattr(over, name)) is not None}
     if over.requests_per_minute is not None and over.burst is None:
-        given["burst"] = None  # the burst belongs to the rate
+        replaced["burst"] = None  # the burst belongs to the rate
     names = limits.classes.keys() | over.classes.keys()
     classes = {name: overlay(limits.classes.get(name, NO_LIMITS), over.classes.get(name, NO_LIMITS)) for name in names}
-    return structs.replace(limits, classes=classes, **given)
+    return structs.replace(limits, classes=classes, **replaced)
 
 
 def tighter(limits: Limits, own: Limits) -> Limits:

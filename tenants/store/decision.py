@@ -26,15 +26,15 @@ class SubjectUsage(NamedTuple):
 
 def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted | Denied:
     """Compares everything, adds nothing. `used` has all subjects of the hold's caps."""
-    held = hold.held
+    granted = hold.held
     for cap in hold.caps:
         denied = _refused(cap, used[cap.subject], now_us)
         if denied is not None:
             return denied
         if cap.measure in BUDGETS:
-            held = min(held, remaining(cap, used[cap.subject], now_us))
-    after = tuple(remaining(cap, used[cap.subject], now_us) - _taken(cap, held) for cap in hold.caps)
-    return Granted(day_of(now_us), held, after)
+            granted = min(granted, remaining(cap, used[cap.subject], now_us))
+    after = tuple(remaining(cap, used[cap.subject], now_us) - _taken(cap, granted) for cap in hold.caps)
+    return Granted(day_of(now_us), granted, after)
 
 
 def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
@@ -82,7 +82,7 @@ def _until_us(cap: Cap, now_us: int) -> int:
     return month_us_left(now_us)
 
 
-def _taken(cap: Cap, held: int) -> int:
+def _taken(cap: Cap, granted: int) -> int:
     if cap.measure in BUDGETS:
-        return held
+        return granted
     return 1 if cap.measure is DenialReason.CONCURRENT_REQUESTS else cap.cost_us

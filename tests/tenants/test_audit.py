@@ -47,7 +47,7 @@ async def test_writers_at_once_make_one_chain(audit: AuditLog, store: Store, clo
 def tampered(store: Store, url: str, seq: int, entry: AuditEntry | None) -> None:
     """Puts another entry in that one's place, or takes it out, behind the store's back."""
     if isinstance(store, SqliteStore):
-        run = store._file._connection.execute
+        run = store._file.connection.execute
         run("DELETE FROM audit WHERE seq = ?", (seq,))
         if entry is None:
             run("UPDATE audit SET seq = seq - 1 WHERE seq > ?", (seq,))

@@ -39,33 +39,18 @@ from tenants.store.protocol import Clock, StoreUnavailable
 from tenants.store.redis.pipeline import CommandPipeline, connect, redis_errors, unavailable
 from tenants.store.redis.scripts import LuaScript
 
-# What an earlier version wrote is read as it is: 1, which had no version, kept accounts in columns.
-VERSION: Final = 2
-_VERSION_KEY: Final = "hearth:version"
 READ_S: Final = 5.0  # for an answer that may be long
 SCAN_FIELDS: Final = 500
 
 
 class RedisDatabase:
-    """Connections are made when needed, so opening one never fails. Every method raises StoreUnavailable."""
+    """One connection for `pipeline`, others for `reads`; they are made when needed, so opening never fails. Methods
+    raise StoreUnavailable."""
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
-        self._pipeline = CommandPipeline(url)
-        self._reads: Any = Redis.from_pool(connect(url))
+        self.pipeline = CommandPipeline(url)
+        self.reads: Any = Redis.from_pool(connect(url))
         self._clock = clock
-
-    async def ping(self) -> None:
-        """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""
-        version = int(await self.ask("GET", _VERSION_KEY) or 0)
-        if version > VERSION:
-            raise StoreUnavailable(
-                f"a newer Hearth keeps version {version} there: run that one, or name another database"
-            )
-        await self.ask("SET", _VERSION_KEY, VERSION)
-
-    async def close(self) -> None:
-        await self._pipeline.close()
-        await self._reads.aclose()
 
     def now_us(self) -> int:
         """0 lets Redis read its own clock."""
@@ -77,16 +62,16 @@ class RedisDatabase:
 
     async def ask_all(self, *commands: Sequence[Any]) -> list[Any]:
         """The answers of commands that go in one flight."""
-        return _checked(await self._pipeline.ask(*commands))
+        return _checked(await self.pipeline.ask(*commands))
 
     async def run_script(self, script: LuaScript, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Runs a script once for each (key, arguments). Scripts are idempotent, so all run again where Redis had
         forgotten the text."""
         commands = [("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls]
-        answers = await self._pipeline.ask(*commands)
+        answers = await self.pipeline.ask(*commands)
         if any(isinstance(answer, NoScriptError) for answer in answers):
             await self.ask("SCRIPT LOAD", script.text)
-            answers = await self._pipeline.ask(*commands)
+            answers = await self.pipeline.ask(*commands)
         return _checked(answers)
 
     async def run_script_once(self, script: LuaScript, key: str, *arguments: Any) -> Any:
@@ -96,7 +81,7 @@ class RedisDatabase:
     async def read(self, *commands: Sequence[Any]) -> list[Any]:
         """The answers of one consistent look at what may be large; not on the request path."""
         with redis_errors():
-            async with asyncio.timeout(READ_S), self._reads.pipeline(transaction=True) as pipeline:
+            async with asyncio.timeout(READ_S), self.reads.pipeline(transaction=True) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
                 answers: list[Any] = await pipeline.execute()
@@ -106,7 +91,7 @@ class RedisDatabase:
         """The values of a large hash that no longer changes, in pieces, so that no other command waits long."""
         with redis_errors():
             async with asyncio.timeout(READ_S * 12):
-                async for _, value in self._reads.hscan_iter(key, count=SCAN_FIELDS):
+                async for _, value in self.reads.hscan_iter(key, count=SCAN_FIELDS):
                     yield value
 
     async def account_ids(self) -> list[str]:

@@ -102,23 +102,23 @@ class RedisQuotaStore:
         holds = ("HVALS", account_key(account_id, "holds"))
         if (day + 1) * DAY_US < (self._database.now_us() or int(time.time() * MICRO)):
             packed = [value async for value in self._database.hash_values(ledger)]
-            counted, held = await self._database.read(counters, holds)
+            counted, hold_values = await self._database.read(counters, holds)
         else:
-            counted, packed, held = await self._database.read(counters, ("HVALS", ledger), holds)
-        return Balance(_totals(counted), _recorded(packed, held, day, subject))
+            counted, packed, hold_values = await self._database.read(counters, ("HVALS", ledger), holds)
+        return Balance(_totals(counted), _recorded(packed, hold_values, day, subject))
 
 
 def _recorded(packed: Sequence[bytes], holds: Sequence[bytes], day: int, subject: str) -> Totals:
     """The sums over the day's records and holds that are counted for the subject."""
     records = [record for record in map(_unpack_record, packed) if subject in record.subjects_counted]
     parts = [hold.split(b":", 4) for hold in holds]
-    held = [
+    held_amounts = [
         int(amount)
         for of_day, amount, _, _, record in parts
         if int(of_day) == day and subject in _unpack_record(record).subjects_counted
     ]
     sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
-    return Totals(requests=len(records), held=sum(held), open=len(held), **sums)
+    return Totals(requests=len(records), held=sum(held_amounts), open=len(held_amounts), **sums)
 
 
 def _by_account(records: Sequence[UsageRecord]) -> list[tuple[str, list[UsageRecord]]]:

@@ -1,8 +1,9 @@
 """The store in Redis, for many gateways. database.py says which keys it has, and how that Redis must be set up."""
 
 from collections.abc import Sequence
+from typing import Final
 
-from tenants.store.protocol import Clock
+from tenants.store.protocol import Clock, StoreUnavailable
 from tenants.store.redis.accounts import RedisAccountStore
 from tenants.store.redis.audit import RedisAuditStore
 from tenants.store.redis.batches import RedisBatchStore
@@ -10,6 +11,10 @@ from tenants.store.redis.claims import RedisClaimStore
 from tenants.store.redis.database import RedisDatabase
 from tenants.store.redis.notices import RedisNoticeStore
 from tenants.store.redis.quotas import RedisQuotaStore
+
+# What an earlier version wrote is read as it is: 1, which had no version, kept accounts in columns.
+VERSION: Final = 2
+_VERSION_KEY: Final = "hearth:version"
 
 
 class RedisStore:
@@ -25,7 +30,13 @@ class RedisStore:
         self.notices = RedisNoticeStore(self._database)
 
     async def ping(self) -> None:
-        await self._database.ping()
+        """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""
+        version = int(await self._database.ask("GET", _VERSION_KEY) or 0)
+        if version > VERSION:
+            raise StoreUnavailable(
+                f"a newer Hearth keeps version {version} there: run that one, or name another database"
+            )
+        await self._database.ask("SET", _VERSION_KEY, VERSION)
 
     async def advice(self) -> Sequence[str]:
         persistence, memory = await self._database.read(("INFO", "persistence"), ("INFO", "memory"))
@@ -37,4 +48,5 @@ class RedisStore:
         return lines
 
     async def close(self) -> None:
-        await self._database.close()
+        await self._database.pipeline.close()
+        await self._database.reads.aclose()

@@ -32,8 +32,8 @@ class SqliteFile:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch(mode=0o600)
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self.run = self._connection.execute
+            self.connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self.run = self.connection.execute
             self.run(f"PRAGMA busy_timeout = {BUSY_MS}")
             self.run(f"PRAGMA page_size = {PAGE_BYTES}")
             self.run("PRAGMA journal_mode = WAL")
@@ -54,14 +54,6 @@ class SqliteFile:
             if version < SCHEMA_VERSION:
                 self.run(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def ping(self) -> None:
-        """Writes a page, for which a full disk has no room."""
-        with self.transaction():
-            self.run(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def close(self) -> None:
-        self._connection.close()
-
     def now_us(self) -> int:
         return int(self.clock() * MICRO)
 
@@ -80,7 +72,7 @@ class SqliteFile:
             yield
             self.run("COMMIT")
         except BaseException as error:
-            if self._connection.in_transaction:
+            if self.connection.in_transaction:
                 self.run("ROLLBACK")
             if isinstance(error, sqlite3.Error):
                 raise self._unavailable(error) from error

@@ -155,7 +155,7 @@ async def test_a_store_that_is_away_is_told_and_nothing_is_changed(tmp_path: Pat
     async with served_admin(tmp_path) as house:
         asked = await changes(house)
         before = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
-        connection = house.gateway.app._tenancy.store._file._connection  # type: ignore[attr-defined]  # SQLite's
+        connection = house.gateway.app._tenancy.store._file.connection  # type: ignore[attr-defined]  # SQLite's
         connection.execute("PRAGMA query_only = 1")
         for change in asked:
             answer = await house.ask(change.method, change.where, change.body, change.token)

@@ -15,9 +15,8 @@ from tenants.records.limits import Limits
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
-from tenants.store.redis.database import VERSION
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS
-from tenants.store.redis.store import RedisStore
+from tenants.store.redis.store import VERSION, RedisStore
 
 pytestmark = pytest.mark.anyio
 ANN = "a" * 32
