@@ -41,8 +41,13 @@ def machine(*, device: Device = None, source: Source) -> int:
     open_state(config)
     command = machine_command(config)
     sys.stdout.flush()
-    os.environ[LOG_FORMAT_VARIABLE] = config.log.format
+    os.environ.update(machine_environment(config))
     os.execv(command[0], command)
+
+
+def machine_environment(config: Config) -> dict[str, str]:
+    """What this host's machine has in its environment beside the caller's own."""
+    return {LOG_FORMAT_VARIABLE: config.log.format}
 
 
 def machine_command(config: Config) -> list[str]:

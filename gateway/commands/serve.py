@@ -21,7 +21,6 @@ from typing import Annotated, Final, TextIO
 
 from cyclopts import Parameter
 
-from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
 from gateway.catalogue.catalogue import model_entries
@@ -29,7 +28,7 @@ from gateway.commands.access.endpoint import base_url, endpoint_answers
 from gateway.commands.access.first_account import first_call, first_credentials
 from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
 from gateway.commands.access.store_access import ask_store
-from gateway.commands.machine import machine_command
+from gateway.commands.machine import machine_command, machine_environment
 from gateway.commands.terminal.options import Device, Source, command_app
 from gateway.commands.terminal.output import fail
 from gateway.config import Config, SettingsError
@@ -177,9 +176,8 @@ class ServeSupervisor:
         settings += ["--state", config.state_folder, "--host", config.server.host, "--port", str(port)]
         gateway = [sys.executable, "-P", "-m", "gateway.cli", "gateway", *settings]
         self._gateway = ServeProcess("gateway", gateway, config.state / "gateway.log", signal.SIGTERM, {})
-        logs = {LOG_FORMAT_VARIABLE: config.log.format}
-        machine = machine_command(config)
-        self._machine = ServeProcess("machine", machine, config.state / "machine.log", signal.SIGKILL, logs)
+        machine, environment = machine_command(config), machine_environment(config)
+        self._machine = ServeProcess("machine", machine, config.state / "machine.log", signal.SIGKILL, environment)
 
     def run(self) -> int:
         """Runs until a signal, or until the gateway cannot even start."""
