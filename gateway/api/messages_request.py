@@ -1,4 +1,4 @@
-"""Anthropic's Messages: a body with blocks to a Prompt. The answer is made in `message_blocks`.
+"""Anthropic's Messages: a body with blocks to a Prompt. The answer is made in `messages_response`.
 
 It does not know accounts, replicas or sockets.
 """
@@ -195,7 +195,7 @@ _asking_decoder: Final = msgspec.json.Decoder(CountTokensBody)
 
 
 def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
-    """The body as a Prompt. Raises Refusal."""
+    """The body as a Prompt. Raises ApiError."""
     _refuse_unserved(body)
     if body.thinking is not None and (body.thinking.budget_tokens or 0) >= body.max_tokens:
         raise bad_input(f"'{BUDGET}' is not below 'max_tokens', which bounds thoughts and text together", BUDGET)
@@ -217,7 +217,7 @@ def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
 
 
 def messages_prompt(body: CountTokensBody) -> Prompt:
-    """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
+    """The model's input, and what it may answer, without its sampling. Raises ApiError."""
     refuse_field("speed", None if body.speed == "standard" else body.speed, "there is one speed; leave it out")
     if body.thread is not None:
         raise no_threads()
@@ -241,13 +241,13 @@ def messages_prompt(body: CountTokensBody) -> Prompt:
 
 
 def messages_turns(body: CountTokensBody) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it. Raises Refusal."""
+    """The conversation as a chat template reads it. Raises ApiError."""
     if body.messages[-1].role == "assistant":
         advice = "an assistant's turn is not continued here; end with a user's"
         raise bad_input(f"'messages' end with the role 'assistant'; {advice}", "messages")
     conversation = ConversationBuilder()
     if body.system:
-        conversation.say("system", _text(body.system))
+        conversation.add_text("system", _text(body.system))
     for role, messages in groupby(enumerate(body.messages), key=lambda one: one[1].role):
         texts: dict[int, str] = {}  # by message: those in a row are one text
         for i, message in messages:
@@ -256,11 +256,11 @@ def messages_turns(body: CountTokensBody) -> list[dict[str, Any]]:
                     texts[i] = texts.get(i, "") + block.text
                     continue
                 if texts:
-                    conversation.say(role, BETWEEN_MESSAGES.join(texts.values()))
+                    conversation.add_text(role, BETWEEN_MESSAGES.join(texts.values()))
                     texts = {}
                 _add(conversation, role, block, f"messages[{i}].content[{j}]")
         if texts:
-            conversation.say(role, BETWEEN_MESSAGES.join(texts.values()))
+            conversation.add_text(role, BETWEEN_MESSAGES.join(texts.values()))
     return conversation.turns
 
 
@@ -271,17 +271,19 @@ def _blocks(message: MessageParam) -> list[MessageBlock]:
 def _add(
     conversation: ConversationBuilder, role: str, block: ToolUseBlock | ToolResultBlock | ThinkingBlock, place: str
 ) -> None:
-    whose = "user" if isinstance(block, ToolResultBlock) else "assistant"
-    if role != whose:
-        raise bad_input(f"'{place}': a block of this type belongs to a turn of role '{whose}'", place)
+    owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
+    if role != owner:
+        raise bad_input(f"'{place}': a block of this type belongs to a turn of role '{owner}'", place)
     match block:
         case ToolUseBlock():
-            conversation.call(block.id, block.name, block.input, place)
+            conversation.add_call(block.id, block.name, block.input, place)
         case ToolResultBlock():
             text = _text(block.content or "")
-            conversation.result(block.tool_use_id, f"Error: {text}" if block.is_error else text, f"{place}.tool_use_id")
+            conversation.add_result(
+                block.tool_use_id, f"Error: {text}" if block.is_error else text, f"{place}.tool_use_id"
+            )
         case ThinkingBlock():
-            conversation.think(block.thinking)
+            conversation.add_reasoning(block.thinking)
 
 
 def _text(content: str | list[TextBlock]) -> str:

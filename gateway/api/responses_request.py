@@ -1,9 +1,10 @@
-"""OpenAI's Responses: a body with items to a Prompt. The answer is made in `response_items`.
+"""OpenAI's Responses: a body with items to a Prompt. The answer is made in `responses_response`.
 
 Nothing is stored: a conversation is sent whole each time. It does not know accounts, replicas or sockets.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -229,9 +230,8 @@ class InputTokensBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown
 class ResponsesBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of Responses. From `store` on they are refused where they ask for something.
 
-    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: they are in the answer, change nothing and are
-    not kept. The cache is always the account's own, so that a key of the caller's is not needed. Reasoning needs no
-    `encrypted_content` to be sent back: its text is in the item.
+    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: the answer repeats them, and nothing else changes.
+    The cache is always the account's own. Reasoning is sent back as text, without `encrypted_content`.
     """
 
     max_output_tokens: MaxTokens | None = None
@@ -264,7 +264,7 @@ _count_decoder: Final = msgspec.json.Decoder(InputTokensBody)
 
 
 def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
-    """The body as a Prompt. Raises Refusal."""
+    """The body as a Prompt. Raises ApiError."""
     _refuse_unserved(body)
     scored = "message.output_text.logprobs" in (body.include or ())
     if body.top_logprobs and not scored:
@@ -288,7 +288,7 @@ def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
 
 
 def responses_prompt(body: ResponsesFields) -> Prompt:
-    """What the model reads, and what it may answer, with nothing said of how it is sampled. Raises Refusal."""
+    """The model's input, and what it may answer, without its sampling. Raises ApiError."""
     refuse_unless("truncation", body.truncation, (None, "disabled"), "shorten 'input' yourself")
     refuse_unless("previous_response_id", body.previous_response_id, (None,), STORED)
     refuse_unless("conversation", body.conversation, (None,), STORED)
@@ -326,12 +326,12 @@ def _refuse_unserved(body: ResponsesBody) -> None:
 
 
 def responses_turns(body: ResponsesFields) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it. Raises Refusal."""
+    """The conversation as a chat template reads it. Raises ApiError."""
     conversation = ConversationBuilder()
     if body.instructions:
-        conversation.say("system", body.instructions)
+        conversation.add_text("system", body.instructions)
     if isinstance(body.input, str):
-        conversation.say("user", body.input)
+        conversation.add_text("user", body.input)
         return conversation.turns
     for i, item in enumerate(body.input):
         _add(conversation, item, f"input[{i}]")
@@ -344,17 +344,17 @@ def _add(conversation: ConversationBuilder, item: Item, place: str) -> None:
     _check(item, place)
     match item.type:
         case "message":
-            conversation.say(item.role or "", _text(item.content))
+            conversation.add_text(item.role or "", _text(item.content))
         case "reasoning":
-            conversation.think(_text(item.content) or _text(item.summary))
+            conversation.add_reasoning(_text(item.content) or _text(item.summary))
         case "function_call":
-            conversation.call(item.call_id or "", item.name or "", item.arguments or "", place)
+            conversation.add_call(item.call_id or "", item.name or "", item.arguments or "", place)
         case "function_call_output":
-            conversation.result(item.call_id or "", _text(item.output), f"{place}.call_id")
+            conversation.add_result(item.call_id or "", _text(item.output), f"{place}.call_id")
 
 
 def _check(item: Item, place: str) -> None:
-    """Raises Refusal for what an item of its type lacks, or has too much."""
+    """Raises ApiError for what an item of its type lacks, or has too much."""
     needed, possible = FIELDS[item.type]
     for field in item.__struct_fields__:
         given = getattr(item, field) is not None
@@ -408,10 +408,8 @@ class ResponsesDialect:
         assert model is None, "the body names the model"
         request = decode_body(body, _decoder)
         prompt = parse(request, drawn_seed)
-        said = echo_fields(request)
-        return GenerationRequest(
-            request.model, prompt, lambda *known: ResponsesReply(said, prompt, self._paddings, *known)
-        )
+        reply = partial(ResponsesReply, echo_fields(request), prompt, self._paddings)
+        return GenerationRequest(request.model, prompt, reply)
 
 
 class InputTokensDialect:
@@ -420,15 +418,15 @@ class InputTokensDialect:
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
         request = decode_body(body, _count_decoder)
         refuse_unless("personality", request.personality, (None,), "say it in 'instructions'")
-        return TokenCountRequest(request.model, responses_prompt(request), _counted)
+        return TokenCountRequest(request.model, responses_prompt(request), _token_count)
 
 
-def _counted(tokens: int) -> bytes:
+def _token_count(tokens: int) -> bytes:
     return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def echo_fields(body: ResponsesBody) -> dict[str, Any]:
-    """What the answer says again of the request, and the defaults of what it left out."""
+    """The fields of the request that the answer repeats, and the defaults of those that it left out."""
     text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
     return {
         "instructions": body.instructions,

@@ -1,6 +1,6 @@
-"""With whom a request may share cached prefixes, and how its account is treated beside others at a replica.
+"""The scope in which a request shares cached prefixes, and the scheduling terms of its account at a replica.
 
-It decides from the caller's account, its token and its own words alone; a caller's words only ever narrow it.
+Both follow from the caller's account, its token and the request; a request can only narrow them.
 """
 
 import hashlib
@@ -13,32 +13,33 @@ from tenants.records.settings import cache_retention_s
 
 
 def zero_retention_of(exchange: Exchange, caller: Caller) -> bool:
-    """Whether nothing of this request may be kept: by its account's settings, or by its own `cf-aig-zdr: true`."""
-    said = exchange.headers.get(b"cf-aig-zdr", b"").strip().lower()
-    if said not in (b"", b"true", b"false"):
+    """Whether nothing of this request may be kept: by its account's settings, or by its header `cf-aig-zdr: true`."""
+    header = exchange.headers.get(b"cf-aig-zdr", b"").strip().lower()
+    if header not in (b"", b"true", b"false"):
         raise bad_input("the header 'cf-aig-zdr' is true or false")
-    return caller.account.settings.zero_retention or said == b"true"
+    return caller.account.settings.zero_retention or header == b"true"
 
 
-def scope_of(caller: Caller, user: str | None, zero: bool) -> Scope:
-    """Whose cached prefixes the request may read and add to.
+def scope_of(caller: Caller, user: str | None, zero_retention: bool) -> Scope:
+    """The cached prefixes that the request may read and add to.
 
-    A request that alone asks for zero retention shares with nobody. Where prefixes are kept apart by user, one without
-    a `user` shares with nobody either.
+    A request that itself asks for zero retention shares with no other. Where prefixes are kept apart by user, a request
+    without a `user` shares with no other either.
     """
     account = caller.account
     alone = Scope(ScopeKind.REQUEST, account=caller.account_scope)
-    if account.settings.cache_scope == "request" or (zero and not account.settings.zero_retention):
+    if account.settings.cache_scope == "request" or (zero_retention and not account.settings.zero_retention):
         return alone
     if account.settings.cache_scope == "user":
         if not user:
             return alone
-        of_user = hashlib.blake2b(user.encode(), digest_size=16, key=caller.scope, person=b"hearth user").digest()
-        return Scope(ScopeKind.USER, of_user, account.epoch, account=caller.account_scope)
+        user_id = hashlib.blake2b(user.encode(), digest_size=16, key=caller.scope, person=b"hearth user").digest()
+        return Scope(ScopeKind.USER, user_id, account.epoch, account=caller.account_scope)
     return Scope(ScopeKind.TENANT, caller.scope, account.epoch, account=caller.account_scope)
 
 
-def terms_of(caller: Caller, zero: bool, *, background: bool = False) -> SchedulingTerms:
+def terms_of(caller: Caller, zero_retention: bool, *, background: bool = False) -> SchedulingTerms:
+    """How the account's plan and settings have the replica schedule its sequences."""
     plan, settings = caller.account.plan, caller.account.settings
     return SchedulingTerms(
         weight=plan.weight,
@@ -47,6 +48,6 @@ def terms_of(caller: Caller, zero: bool, *, background: bool = False) -> Schedul
         floor_blocks=plan.floor_blocks,
         cap_blocks=plan.cap_blocks,
         keep_s=cache_retention_s(settings),
-        erase=zero,
+        erase=zero_retention,
         background=background,
     )

@@ -1,6 +1,6 @@
-"""Requests that were running when a replica died. One that was there twice is refused for a while.
+"""Requests that were running when a replica died. A request that was in two crashes is refused for a while.
 
-It keeps fingerprints, never text, and does not know why a replica died.
+It stores fingerprints, never text, and does not know why a replica died.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ FINGERPRINTS_MAX: Final = 4096
 
 
 def request_fingerprint(model: str, scope_id: bytes, tokens: bytes) -> bytes:
-    """The same for a retry of the same prompt by the same account, whatever its sampling."""
+    """A fingerprint that is the same for the same prompt of the same account, whatever its sampling."""
     return hashlib.blake2b(tokens, digest_size=16, key=scope_id, person=model.encode()[-16:]).digest()
 
 
@@ -25,21 +25,22 @@ class CrashBreaker:
         self._clock = clock
         self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # oldest crash first
 
-    def record_crash(self, suspect: bytes) -> None:
-        """It was running in one more crash."""
-        crashes = self.crashes(suspect) + 1
-        self._crashes[suspect] = (crashes, self._clock())
-        self._crashes.move_to_end(suspect)
+    def record_crash(self, fingerprint: bytes) -> None:
+        """Counts one more crash in which the request was running."""
+        crashes = self.crashes(fingerprint) + 1
+        self._crashes[fingerprint] = (crashes, self._clock())
+        self._crashes.move_to_end(fingerprint)
         while len(self._crashes) > FINGERPRINTS_MAX:
             self._crashes.popitem(last=False)
 
-    def crashes(self, suspect: bytes) -> int:
-        """How many of them are remembered."""
-        crashes, at = self._crashes.get(suspect, (0, 0.0))
+    def crashes(self, fingerprint: bytes) -> int:
+        """How many crashes of the request are remembered."""
+        crashes, at = self._crashes.get(fingerprint, (0, 0.0))
         if crashes and self._clock() - at > CRASH_MEMORY_S:
-            del self._crashes[suspect]
+            del self._crashes[fingerprint]
             return 0
         return crashes
 
-    def is_open(self, suspect: bytes) -> bool:
-        return bool(self._crashes) and self.crashes(suspect) >= CRASHES_MAX
+    def is_open(self, fingerprint: bytes) -> bool:
+        """Whether the request is refused now."""
+        return bool(self._crashes) and self.crashes(fingerprint) >= CRASHES_MAX

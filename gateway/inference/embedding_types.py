@@ -1,5 +1,6 @@
-"""What a caller asks of a model that gives vectors, checked and in one shape whichever dialect it came in; and what a
-dialect makes of the answer. It knows no JSON paths, accounts or replicas.
+"""What a caller asks of a model that gives vectors, in one shape for all dialects, and what a dialect makes of it.
+
+It knows no JSON paths, accounts or replicas.
 """
 
 import enum
@@ -18,7 +19,7 @@ Floats = NDArray[np.float32]
 
 
 class InputKind(enum.Enum):
-    """What a text is to its model, which may want other words before a query than before a document."""
+    """The role of a text: a model may want other words before a query than before a document."""
 
     TEXT = enum.auto()
     QUERY = enum.auto()
@@ -27,7 +28,7 @@ class InputKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingInput:
-    """One text, or its token ids, control tokens included. `place` is the field of the body that holds it."""
+    """One text, or its token ids, control tokens included. `place` is its field in the body."""
 
     place: str
     content: str | list[int]
@@ -38,9 +39,9 @@ class EmbeddingInput:
 class EmbeddingInputs:
     """One request that cannot be wrong, short of what only the model knows.
 
-    Each item becomes a vector; with `scored` the first one is a query, and each other one becomes a score: how well it
-    answers the query. `best` are that many with the highest scores. What is too long is cut where `truncate` says so,
-    and refused else. `dimensions` are those that vectors are cut to.
+    Each item becomes a vector. With `scored` the first item is a query, and each other item becomes a score: how well
+    it answers the query; `best` limits the answer to the highest scores. Texts that are too long are cut if `truncate`
+    is set, and refused otherwise. Vectors are cut to `dimensions`.
     """
 
     items: Sequence[EmbeddingInput]
@@ -55,13 +56,13 @@ class EmbeddingInputs:
 
     @property
     def length(self) -> int:
-        """Characters, or ids, of all of it."""
+        """Characters, or ids, of all items."""
         return sum(len(item.content) for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
 class RankScore:
-    """Of the item with this index, the query left out: 0 … 1 from models that score, a cosine from vectors."""
+    """The score of the item with this index, the query left out: 0 … 1 from models that score, else a cosine."""
 
     index: int
     value: float
@@ -69,7 +70,7 @@ class RankScore:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """What came of it: scores, in the order in which they were asked for, or vectors, each in JSON, and their shape."""
+    """The answer: scores in the order of the dialect, or vectors, each in JSON, and their shape."""
 
     model: str  # as the caller named it
     request_id: str
@@ -81,13 +82,13 @@ class EmbeddingResult:
 
 
 def json_floats(row_H: Floats) -> bytes:
-    """A list of numbers, which read as exactly these float32."""
+    """A JSON list of numbers, which read as exactly these float32."""
     return msgspec.json.encode(row_H.tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """A request's body, read: which model is asked what, what writes the answer's body, and what one vector in it."""
+    """A body that asks a model for vectors. `render` writes the body of the answer, `row` one vector in it."""
 
     model: str
     texts: EmbeddingInputs

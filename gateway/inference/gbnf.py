@@ -33,7 +33,7 @@ def is_gbnf(source: str) -> bool:
 
 
 def gbnf_to_lark(source: str) -> str:
-    """Raises Refusal, saying where it is no grammar, or which rule is not there."""
+    """Raises ApiError, saying where it is no grammar, or which rule is not there."""
     rules: dict[str, list[_Piece]] = {}
     for kind, found, line in _tokens(source):
         if kind == "begin":

@@ -1,6 +1,6 @@
-"""What a replica holds an answer's text to: what the caller says of it, the grammar of its calls, or either of both.
+"""The grammar that a replica holds an answer to: the caller's, the one of tool calls, or either of both.
 
-It knows prompts and formats of calls, and no replica.
+It knows prompts and formats of tool calls, and no replica.
 """
 
 from typing import Any, Final
@@ -14,13 +14,13 @@ from gateway.tool_parsers import call_grammar
 from gateway.tool_parsers.registry import ToolFormat
 from gateway.tool_parsers.types import ToolSelection
 
-_ANSWER: Final = "start: answer\nanswer: "  # with which grammars of calls begin
+_ANSWER: Final = "start: answer\nanswer: "  # the beginning of every grammar of calls
 _REQUIRED: Final = ToolSelection("required")
 
 
 def answer_grammar(prompt: Prompt, format: ToolFormat | None, model: str) -> Grammar | None:
-    """`format` is that of the model's calls. Where a call must be made, nothing else is answered, and what is said of
-    the answer's text holds for none. Raises Refusal for what cannot be held to."""
+    """The grammar of the whole answer; `format` is how the model writes calls. Where a call must be made, the answer
+    has no text, and a grammar for text holds for nothing. Raises ApiError for combinations that no grammar can hold."""
     if not prompt.tools:
         return prompt.grammar
     if format is None:
@@ -36,8 +36,8 @@ def answer_grammar(prompt: Prompt, format: ToolFormat | None, model: str) -> Gra
 
 
 def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, format: ToolFormat) -> Grammar:
-    """Calls, or a document. Raises Refusal where the text is to be something else, or where calls begin as a document
-    may: the library takes the longest piece that it can, and would see no document there."""
+    """Calls, or a document. Raises ApiError where the grammar is not of a document, or where calls may begin as a
+    document does: the library takes the longest piece that it can, and would see no document there."""
     marked = format.grammar(tools, AUTO, prompt.parallel_calls) is not None
     if document.kind is not GrammarKind.JSON_SCHEMA or not marked:
         problem = "goes with 'tools' for this model only where 'tool_choice' is 'none'; leave one of them out"
@@ -50,11 +50,11 @@ def _either(tools: list[dict[str, Any]], document: Grammar, prompt: Prompt, form
 
 
 def grammar_error(prompt: Prompt, grammar: Grammar | None, message: str) -> ApiError:
-    """A replica's, in the caller's words: it names the field, and the tool at fault where that is known."""
+    """A replica's error in the caller's words: it names the field, and the tool at fault where that is known."""
     if not prompt.tools or grammar is None:
         return bad_grammar(prompt.grammar_field, message)
     tool = call_grammar.tool_at_fault(grammar.source, message)
     if tool is None and prompt.grammar is not None and prompt.tool_choice.mode == "auto":
         return bad_grammar(prompt.grammar_field, message)
-    whose = "" if tool is None else f"the parameters of {tool!r}: "
-    return bad_grammar(prompt.field_name("tools"), whose + message)
+    subject = "" if tool is None else f"the parameters of {tool!r}: "
+    return bad_grammar(prompt.field_name("tools"), subject + message)

@@ -33,7 +33,6 @@ from tenants.store.protocol import StoreUnavailable
 log = logging.getLogger(__name__)
 
 CHECKPOINT_S: Final = 1.0
-NO_STORE: Final = (b"cache-control", b"no-store")
 
 
 class Work(Protocol):
@@ -170,10 +169,10 @@ class InferenceCall:
             self._checkpoint_at = now + CHECKPOINT_S
             self.context.quota.checkpoint(self.reservation, self.spent())
 
-    async def answer(self, body: bytes, usage: Usage) -> None:
-        """Sends the whole answer, with what it costs in a header."""
-        neurons = (b"cf-ai-neurons", f"{usage.neurons:.6f}".encode())
-        await self.exchange.answer(200, body, [JSON_CONTENT, neurons, NO_STORE])
+    async def answer(self, body: bytes, usage: Usage | None = None) -> None:
+        """Sends the whole answer, with what it costs in a header; None: nothing."""
+        neurons = [] if usage is None else [(b"cf-ai-neurons", f"{usage.neurons:.6f}".encode())]
+        await self.exchange.answer(200, body, [JSON_CONTENT, *neurons, (b"cache-control", b"no-store")])
 
     def settle(self) -> None:
         """Ends a live call: charges what it used, and counts it. Awaits nothing."""

@@ -4,28 +4,28 @@ sockets, stores or how a replica is chosen.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import FinishReason, Grammar, RejectReason
+from engine.protocol.types import FinishReason, RejectReason
 from gateway import errors
-from gateway.catalogue.catalogue import Model
 from gateway.cluster.client import pack_token_ids
 from gateway.cluster.stream import OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected, ReplicaStream
-from gateway.http.exchange import JSON_CONTENT
 from gateway.inference.cache_scope import scope_of, terms_of
-from gateway.inference.completion import CompletionBuilder, check_grammar_met, reasoning_enabled
-from gateway.inference.grammar import answer_grammar, grammar_error
-from gateway.inference.lifecycle import NO_STORE, InferenceCall
+from gateway.inference.completion import CompletionBuilder, check_grammar_met
+from gateway.inference.grammar import grammar_error
+from gateway.inference.lifecycle import InferenceCall
 from gateway.inference.prompt import Prompt
-from gateway.inference.prompt_encoding import check_prompt_fits, encode_prompt
+from gateway.inference.prompt_encoding import (
+    check_prompt_fits,
+    encode_prompt,
+    grammar_with_reasoning,
+    opens_in_reasoning,
+)
 from gateway.inference.replica_wait import TRIES_MAX, error_of_rejection, submit
 from gateway.inference.reply import Reply, ScoredToken, Usage
 from gateway.tool_parsers.parts import OutputPart
-from gateway.tool_parsers.reasoning import MARKERS, grammar_after_reasoning, opens_reasoning
 from tenants.limits.reservation import CallUsage
-
-REASONING_TAIL_TOKENS: Final = 16  # of a prompt, in which "<think>" and some line breaks behind it are
 
 
 class TextGeneration:
@@ -51,8 +51,8 @@ class TextGeneration:
         model, prompt = call.model, self.prompt
         ids = await encode_prompt(call, prompt)
         room = check_prompt_fits(call.context, model, prompt, len(ids))
-        opened = _opens_reasoning(model, prompt, ids)
-        grammar = _grammar_with_reasoning(model, prompt, opened)
+        opened = opens_in_reasoning(model, prompt, ids)
+        grammar = grammar_with_reasoning(model, prompt, opened)
         tokens = pack_token_ids(ids)
         self.prompt_tokens = len(ids)
         self.choices = [CompletionBuilder(model, prompt, opened) for _ in range(prompt.n)]
@@ -180,7 +180,7 @@ class TokenCount:
     async def run(self, call: InferenceCall) -> None:
         await call.reserve(0)
         ids = await encode_prompt(call, self._prompt)
-        await call.exchange.answer(200, self._render(len(ids)), [JSON_CONTENT, NO_STORE])
+        await call.answer(self._render(len(ids)))
 
     def spent(self, began: float) -> CallUsage:
         return CallUsage()
@@ -190,21 +190,6 @@ class TokenCount:
 
     def cancel(self) -> None:
         """Nothing runs at a replica."""
-
-
-def _opens_reasoning(model: Model, prompt: Prompt, ids: list[int]) -> bool:
-    """Whether the prompt ends within a thought, which the answer then goes on with."""
-    if not reasoning_enabled(model, prompt):
-        return False
-    return opens_reasoning(model.tokenizer.detokenizer(shown=MARKERS).push(ids[-REASONING_TAIL_TOKENS:]))
-
-
-def _grammar_with_reasoning(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
-    """What the answer is held to; a thought before it is free. Raises ApiError."""
-    grammar = answer_grammar(prompt, model.tool_format, model.name)
-    if grammar is None or not reasoning_enabled(model, prompt):
-        return grammar
-    return grammar_after_reasoning(grammar, model.tokenizer.added_tokens, opened)
 
 
 class OutputSink(Protocol):

@@ -5,14 +5,19 @@ It knows no replica and no limits of accounts.
 
 from typing import Any, Final
 
+from engine.protocol.types import Grammar
 from gateway import errors
 from gateway.catalogue.catalogue import Model
+from gateway.inference.completion import reasoning_enabled
 from gateway.inference.context import InferenceContext
+from gateway.inference.grammar import answer_grammar
 from gateway.inference.lifecycle import InferenceCall
 from gateway.inference.prompt import Prompt
 from gateway.text.tokenizer import TokenizationError
+from gateway.tool_parsers.reasoning import MARKERS, grammar_after_reasoning, opens_reasoning
 
 LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
+REASONING_TAIL_TOKENS: Final = 16  # the end of a prompt, with "<think>" and some line breaks behind it
 
 
 async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
@@ -84,3 +89,18 @@ def check_prompt_fits(context: InferenceContext, model: Model, prompt: Prompt, p
     if over:
         raise errors.bad_input(f"'logit_bias': {over[0]} is no token id; the vocabulary has {vocabulary}", "logit_bias")
     return context_tokens - prompt_tokens
+
+
+def opens_in_reasoning(model: Model, prompt: Prompt, ids: list[int]) -> bool:
+    """Whether the prompt ends within a thought, which the answer then goes on with."""
+    if not reasoning_enabled(model, prompt):
+        return False
+    return opens_reasoning(model.tokenizer.detokenizer(shown=MARKERS).push(ids[-REASONING_TAIL_TOKENS:]))
+
+
+def grammar_with_reasoning(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
+    """What the answer is held to; a thought before it is free. Raises ApiError."""
+    grammar = answer_grammar(prompt, model.tool_format, model.name)
+    if grammar is None or not reasoning_enabled(model, prompt):
+        return grammar
+    return grammar_after_reasoning(grammar, model.tokenizer.added_tokens, opened)

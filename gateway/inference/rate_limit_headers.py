@@ -1,4 +1,4 @@
-"""What a caller's limits have left, as headers and as a part of an answer. It does not know who counts.
+"""What a caller's limits have left, as headers and as a part of an answer. It counts nothing.
 
 The headers are those of the IETF's draft-ietf-httpapi-ratelimit-headers.
 """
@@ -13,10 +13,10 @@ from tenants.records.holds import BUDGETS, RATES, DenialReason
 DAY_S: Final = 86_400
 
 
-def headers(found: Iterable[LimitStatus]) -> list[Header]:
-    """RateLimit-Policy, each limit and its window, and RateLimit, what is left of it and when it is whole again."""
+def headers(limits: Iterable[LimitStatus]) -> list[Header]:
+    """RateLimit-Policy with each limit and its window, and RateLimit with what is left and when all is left again."""
     policies, states = [], []
-    for left in found:
+    for left in limits:
         name = title(left)
         policies.append(f'"{name}";q={int(left.allowed)}{_window(left.measure)}')
         reset = f";t={left.reset_s}" if left.measure in RATES or left.measure in BUDGETS else ""
@@ -29,16 +29,16 @@ def headers(found: Iterable[LimitStatus]) -> list[Header]:
     ]
 
 
-def fields(found: Iterable[LimitStatus]) -> dict[str, Any]:
+def fields(limits: Iterable[LimitStatus]) -> dict[str, Any]:
     """The neurons that are left, by the limit's name."""
-    return {title(left): round(left.remaining, 6) for left in found if left.measure in BUDGETS}
+    return {title(left): round(left.remaining, 6) for left in limits if left.measure in BUDGETS}
 
 
 def title(left: LimitStatus) -> str:
     """`neurons-per-day`, `token-requests-per-minute`, `large-requests-per-minute`, …"""
-    whose = ["token"] if left.subject.startswith("token:") else []
-    of_class = left.subject.partition("class:")[2]
-    return "-".join([*whose, *([of_class] if of_class else []), left.measure.value.replace("_", "-")])
+    prefix = ["token"] if left.subject.startswith("token:") else []
+    model_class = left.subject.partition("class:")[2]
+    return "-".join([*prefix, *([model_class] if model_class else []), left.measure.value.replace("_", "-")])
 
 
 def _window(measure: DenialReason) -> str:

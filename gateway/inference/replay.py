@@ -1,8 +1,8 @@
-"""Calls of a model that are sent again with the same Idempotency-Key: they get the first answer, and are charged once.
+"""Calls that are sent again with the same Idempotency-Key: they get the first answer, and are charged once.
 
-What is kept is what was sent: the bytes of a whole answer with status 200, streamed or not. An error frees its key, so
-that the call can be made; so does a stream whose client left it. A call that is not streamed goes on when its client
-leaves, for it is the answer that the client will ask for again.
+Stored are the bytes that were sent: a whole answer with status 200, streamed or not. An error frees its key, so that
+the call can be made again; so does a stream whose client left it. A call that is not streamed goes on when its client
+leaves, since the client will ask for its answer again.
 """
 
 import logging
@@ -24,7 +24,7 @@ from tenants.store.protocol import StoreUnavailable
 log = logging.getLogger(__name__)
 
 ANSWER_BYTES_MAX: Final = 256 << 10
-ACCOUNT_BYTES_MAX: Final = 64 << 20  # that one gateway keeps for one account and day, compressed
+ACCOUNT_BYTES_MAX: Final = 64 << 20  # that one gateway stores for one account and day, compressed
 REPLAYED_HEADER: Final[Header] = (b"idempotent-replayed", b"true")
 _DAY_S: Final = 86_400
 _FREE: Final[Header] = (b"cf-ai-neurons", b"0.000000")
@@ -38,56 +38,57 @@ class _RecordedAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AnswerRecorder:
-    """What an exchange sends of its answer, without comments; None once it is too large."""
+    """The answer that an exchange sends, without comments; `body` is None once it is too large."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._left = ANSWER_BYTES_MAX
+        self._bytes_left = ANSWER_BYTES_MAX
 
-    def take(self, piece: bytes) -> None:
-        self._left -= len(piece)
-        if self._left < 0:
+    def append(self, piece: bytes) -> None:
+        self._bytes_left -= len(piece)
+        if self._bytes_left < 0:
             self._pieces.clear()
         elif piece != sse.PING:
             self._pieces.append(piece)
 
     @property
-    def whole(self) -> bytes | None:
-        return b"".join(self._pieces) if self._left >= 0 else None
+    def body(self) -> bytes | None:
+        return b"".join(self._pieces) if self._bytes_left >= 0 else None
 
 
 class ReplayCache:
-    """One gateway's. `calendar` is seconds since 1970; a call without an end frees its key after `lifetime_s`."""
+    """The answers of one gateway. `calendar` is seconds since 1970; a call without an end frees its key after
+    `lifetime_s`."""
 
-    def __init__(self, once: IdempotencyStore, calendar: Callable[[], float], lifetime_s: int) -> None:
-        self._once = once
+    def __init__(self, store: IdempotencyStore, calendar: Callable[[], float], lifetime_s: int) -> None:
+        self._store = store
         self._calendar = calendar
         self._lifetime_s = lifetime_s
         self._day = 0
-        self._kept_bytes: Counter[str] = Counter()  # of each account today
+        self._stored_bytes: Counter[str] = Counter()  # by account, today
 
     async def answer(
         self, exchange: Exchange, caller: Caller, key: bytes, body: bytes, serve: Callable[[], Awaitable[None]]
     ) -> None:
-        """Lets `serve` answer, or answers as it did before. Raises Refusal, also for a key with another request,
-        ClientGone, and StoreUnavailable before anything is served."""
-        asker, account_id = f"{caller.token_id} {exchange.path}", caller.account.id
-        asked = exchange.query + b"\n" + body
-        claimed = await self._once.claim(account_id, asker, key.decode("latin-1"), asked, self._lifetime_s)
+        """Lets `serve` answer, or repeats its answer. Raises ApiError, also for a key with another request,
+        ClientDisconnected, and StoreUnavailable before anything is served."""
+        subject, account_id = f"{caller.token_id} {exchange.path}", caller.account.id
+        request = exchange.query + b"\n" + body
+        claimed = await self._store.claim(account_id, subject, key.decode("latin-1"), request, self._lifetime_s)
         if isinstance(claimed, bytes):
             await _replay(exchange, msgspec.msgpack.decode(claimed, type=_RecordedAnswer))
             return
         copy = AnswerRecorder()
-        exchange.tee(copy.take)
+        exchange.tee(copy.append)
         try:
             await serve()
         except (ApiError, ClientDisconnected):
             await _settled(claimed.release)
             raise
-        await self._keep(claimed, account_id, exchange, copy.whole)
+        await self._keep(claimed, account_id, exchange, copy.body)
 
-    async def _keep(self, claim: IdempotencyClaim, account_id: str, exchange: Exchange, whole: bytes | None) -> None:
-        packed = None if whole is None else zlib.compress(whole, 1)
+    async def _keep(self, claim: IdempotencyClaim, account_id: str, exchange: Exchange, body: bytes | None) -> None:
+        packed = None if body is None else zlib.compress(body, 1)
         if packed is not None and not self._has_room(account_id, len(packed)):
             packed = None
         answer = msgspec.msgpack.encode(_RecordedAnswer(exchange.is_streaming, packed))
@@ -97,15 +98,15 @@ class ReplayCache:
         today = int(self._calendar() // _DAY_S)
         if self._day != today:
             self._day = today
-            self._kept_bytes.clear()
-        if self._kept_bytes[account_id] + answer_bytes > ACCOUNT_BYTES_MAX:
+            self._stored_bytes.clear()
+        if self._stored_bytes[account_id] + answer_bytes > ACCOUNT_BYTES_MAX:
             return False
-        self._kept_bytes[account_id] += answer_bytes
+        self._stored_bytes[account_id] += answer_bytes
         return True
 
 
 async def _settled(act: Callable[[], Awaitable[None]]) -> None:
-    """The client has its answer: where the store is away now, the key stays taken until its time is over."""
+    """Ends a claim whose client has its answer: while the store is away, the key stays taken until its time is over."""
     try:
         await act()
     except StoreUnavailable as problem:

@@ -13,9 +13,9 @@ from gateway.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost. `cached_tokens` are those of the prompt that were read from the caller's own cache; `left`
-    are the neurons that its limits have left, by the limit's name. `cut` is whether one of these ended it. So many
-    of the completion's tokens were thoughts, in `thought_tokens`."""
+    """What a request cost. `cached_tokens` of the prompt were read from the caller's own cache, `thought_tokens` of the
+    completion are thoughts. `left` has the neurons that limits have left, by the limit's name; `cut` tells whether such
+    a limit ended the answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -35,7 +35,7 @@ class Usage:
         }
 
     def last_fields(self) -> dict[str, Any]:
-        """The same for the last event of a stream, whose head told what was left when it began."""
+        """The fields for the last event of a stream, whose headers could only tell what was left at its beginning."""
         return {**self.fields(), "neurons_left": self.left}
 
 
@@ -51,8 +51,8 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """A call that the model asks for; `id` names it in the next turn. `arguments` is the text of a JSON object, or the
-    beginning of one where the answer ended within it."""
+    """A tool call of the model; `id` names it in the next turn. `arguments` is the text of a JSON object, or only its
+    beginning where the answer ended within it."""
 
     id: str
     name: str
@@ -60,7 +60,7 @@ class ToolUse:
 
     @property
     def input(self) -> dict[str, Any] | None:
-        """The arguments as an object; None where the answer ended within them."""
+        """The arguments as an object; None if the answer ended within them."""
         try:
             return msgspec.json.decode(self.arguments, type=dict[str, Any])
         except (msgspec.DecodeError, RecursionError):
@@ -69,8 +69,8 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished choice. `finish` is stop, length, tool_calls or quota; `thought` what it reasoned before its text;
-    `stopped_by` the stop string that ended it, where one did."""
+    """One finished choice. `finish` is stop, length, tool_calls or quota; `thought` is the reasoning before the text;
+    `stopped_by` is the stop string that ended it, if any."""
 
     text: str
     finish: str
@@ -85,17 +85,17 @@ class Reply(Protocol):
     dialect does not show."""
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        """Before anything else of a stream, once its model has begun with the prompt."""
+        """The first events of a stream, once its model has begun with the prompt."""
         ...
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes: ...
 
     def thought(self, choice: int, text: str) -> bytes:
-        """A piece of what the model reasons, which comes before its text."""
+        """A piece of the reasoning, which comes before the text."""
         ...
 
     def call(self, choice: int, number: int, use: ToolUse) -> bytes:
-        """The choice's call of this number begins; its arguments are still empty."""
+        """The beginning of the choice's tool call of this number; its arguments are still empty."""
         ...
 
     def arguments(self, choice: int, number: int, fragment: str) -> bytes:
@@ -103,12 +103,12 @@ class Reply(Protocol):
         ...
 
     def called(self, choice: int, number: int, use: ToolUse) -> bytes:
-        """The call is whole."""
+        """The end of a tool call, with all its arguments."""
         ...
 
     def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
-        """The choice ended: stop, length, tool_calls, or quota where a limit of neurons had no more; by this stop
-        string, where one ended it."""
+        """The end of a choice: stop (by this stop string, if any), length, tool_calls, or quota where a limit of
+        neurons had no more."""
         ...
 
     def end(self, usage: Usage) -> bytes:
@@ -125,5 +125,5 @@ class Reply(Protocol):
 
 
 def enveloped(result: dict[str, Any]) -> dict[str, Any]:
-    """A result as `/ai/run` answers it."""
+    """A result in the envelope of `/ai/run`."""
     return {"result": result, "success": True, "errors": [], "messages": []}

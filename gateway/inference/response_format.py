@@ -1,6 +1,6 @@
-"""What a caller wants an answer to be, by whichever of its names: the grammar that the answer's text is held to.
+"""The grammar that an answer's text is held to, by whichever of its fields a caller asks for it.
 
-It checks sizes, and knows neither the library that understands a schema nor the answer.
+It checks sizes, and knows neither the library that compiles a schema nor the answer.
 """
 
 import json
@@ -32,7 +32,7 @@ GuidedGrammar = Annotated[str, Meta(min_length=1, max_length=GRAMMAR_CHARS_MAX)]
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`response_format`. The schema stands there bare, as Workers AI has it, or in OpenAI's wrapper."""
+    """`response_format`. The schema is bare, as in Workers AI, or in OpenAI's wrapper."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -40,7 +40,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class ResponseConstraint:
-    """A grammar, whether what it describes is a JSON document, and the field that asked for it. None: any text."""
+    """A grammar, whether it describes a JSON document, and the field that asked for it. None: any text."""
 
     grammar: Grammar | None
     json: bool
@@ -57,37 +57,35 @@ def response_constraint(
     guided_choice: list[str] | None = None,
     guided_grammar: str | None = None,
 ) -> ResponseConstraint:
-    """The one that is asked for, or none. Raises Refusal."""
-    found: list[ResponseConstraint] = []
+    """The one constraint that is asked for, or none. Raises ApiError."""
+    constraints: list[ResponseConstraint] = []
     if response_format is not None and response_format.type != "text":
-        found.append(_formatted(response_format))
+        constraints.append(_formatted(response_format))
     if guided_json is not None:
-        found.append(schema_constraint(_document(guided_json), "guided_json"))
+        constraints.append(schema_constraint(_document(guided_json), "guided_json"))
     if guided_regex is not None:
-        found.append(_sized(GrammarKind.REGEX, guided_regex, "guided_regex"))
+        constraints.append(_sized(GrammarKind.REGEX, guided_regex, "guided_regex"))
     if guided_choice is not None:
-        source = "start: answer\nanswer: " + " | ".join(
-            json.dumps(choice, ensure_ascii=False) for choice in guided_choice
-        )
-        found.append(_sized(GrammarKind.LARK, source, "guided_choice"))
+        choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in guided_choice)
+        source = f"start: answer\nanswer: {choices}"
+        constraints.append(_sized(GrammarKind.LARK, source, "guided_choice"))
     if guided_grammar is not None:
         source = gbnf.gbnf_to_lark(guided_grammar) if gbnf.is_gbnf(guided_grammar) else guided_grammar
-        found.append(_sized(GrammarKind.LARK, source, "guided_grammar"))
-    if len(found) > 1:
-        raise bad_input(
-            f"'{found[0].field}' and '{found[1].field}' both say what the answer is; send one", found[1].field
-        )
-    return found[0] if found else UNCONSTRAINED
+        constraints.append(_sized(GrammarKind.LARK, source, "guided_grammar"))
+    if len(constraints) > 1:
+        first, second = constraints[0].field, constraints[1].field
+        raise bad_input(f"'{first}' and '{second}' both say what the answer is; send one", second)
+    return constraints[0] if constraints else UNCONSTRAINED
 
 
 def schema_constraint(schema: Schema, field: str) -> ResponseConstraint:
-    """Any document that the schema describes. Raises Refusal where it is too deep or too large."""
+    """Any document that the schema describes. Raises ApiError where it is too deep or too large."""
     check_depth(schema, field, DEPTH_MAX)
     return _sized(GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode(), field)
 
 
 def unwrap_json_schema(wrapper: dict[str, Any], field: str) -> Schema:
-    """The schema in OpenAI's wrapper: `name`, `description`, `schema`, `strict`. Raises Refusal."""
+    """The schema in OpenAI's wrapper: `name`, `description`, `schema`, `strict`. Raises ApiError."""
     schema = wrapper.get("schema")
     if not isinstance(schema, dict | bool):
         raise bad_input(f"'{field}.schema' is missing, or is no JSON schema; send an object", f"{field}.schema")
@@ -96,9 +94,9 @@ def unwrap_json_schema(wrapper: dict[str, Any], field: str) -> Schema:
     return schema
 
 
-def _formatted(asked: ResponseFormat) -> ResponseConstraint:
-    schema = asked.json_schema
-    if schema is None and asked.type == "json_schema":
+def _formatted(format: ResponseFormat) -> ResponseConstraint:
+    schema = format.json_schema
+    if schema is None and format.type == "json_schema":
         raise bad_input("'response_format.json_schema' is missing; give the schema", "response_format.json_schema")
     if schema is None:
         schema = {"type": "object"}
@@ -107,17 +105,17 @@ def _formatted(asked: ResponseFormat) -> ResponseConstraint:
     return schema_constraint(schema, "response_format")
 
 
-def _document(asked: GuidedJson) -> Schema:
-    """A schema may come as the text of one."""
-    if isinstance(asked, dict):
-        return asked
+def _document(schema: GuidedJson) -> Schema:
+    """The schema, which may come as its text. Raises ApiError."""
+    if isinstance(schema, dict):
+        return schema
     try:
-        found = msgspec.json.decode(asked)
+        document = msgspec.json.decode(schema)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        document = None
+    if not isinstance(document, dict):
         raise bad_input("'guided_json' is not the text of a JSON object; send the schema itself", "guided_json")
-    return found
+    return document
 
 
 def _sized(kind: GrammarKind, source: str, field: str) -> ResponseConstraint:

@@ -1,6 +1,6 @@
-"""How a call is to be run, as it is said beside its body: in the query, where run options arrive, and in headers.
+"""How a call is to be run: the options in its query and its headers, joined with those of its body.
 
-It does not know bodies, and decides nothing: `generate` does what is asked.
+It does not know bodies, and decides nothing.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _Value = Annotated[str, Meta(max_length=METADATA_TEXT_MAX)] | int | float | bool
 
 
 class RunQuery(msgspec.Struct, frozen=True):
-    """The run options that are known here; `tags` are separated by commas, or repeated. Others change nothing."""
+    """The known run options; `tags` are separated by commas, or repeated. Others change nothing."""
 
     rejectIfBusy: Truth = ""
     requestTimeoutMs: TimeoutMs | None = None
@@ -38,7 +38,7 @@ class RunQuery(msgspec.Struct, frozen=True):
 
 
 class RunOptionsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`options` of a native body, where the same may be said."""
+    """`options` of a native body: the same as in the query."""
 
     rejectIfBusy: bool = False
     requestTimeoutMs: TimeoutMs | None = None
@@ -48,7 +48,7 @@ class RunOptionsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """`timeout_ms` bounds the whole call. `tags` and `metadata`, a JSON object, go into its usage record. Calls of one
-    account with the same `session` go to the same replica, while they can. What runs in the `background` is a batch's.
+    account with the same `session` go to the same replica, while they can. Requests of batches run in the `background`.
     """
 
     reject_if_busy: bool = False
@@ -62,16 +62,16 @@ class RunOptions:
         """How long the call may take, where no call may take more than `max_s`."""
         return max_s if self.timeout_ms is None else min(max_s, self.timeout_ms / 1000)
 
-    def joined(self, within: RunOptionsBody | None) -> "RunOptions":
-        """With what the body says of it. Raises Refusal where tags are then too many."""
-        if within is None:
+    def joined(self, body: RunOptionsBody | None) -> "RunOptions":
+        """These options joined with the body's. Raises ApiError where tags are then too many."""
+        if body is None:
             return self
-        tags = tuple(dict.fromkeys((*self.tags, *within.tags)))
+        tags = tuple(dict.fromkeys((*self.tags, *body.tags)))
         if len(tags) > TAGS_MAX:
             raise bad_input(f"'tags': send at most {TAGS_MAX} of them, in the query and the body together", "tags")
         return RunOptions(
-            reject_if_busy=self.reject_if_busy or within.rejectIfBusy,
-            timeout_ms=_least(self.timeout_ms, within.requestTimeoutMs),
+            reject_if_busy=self.reject_if_busy or body.rejectIfBusy,
+            timeout_ms=_min(self.timeout_ms, body.requestTimeoutMs),
             tags=tags,
             metadata=self.metadata,
             session=self.session,
@@ -79,11 +79,11 @@ class RunOptions:
 
 
 def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:
-    """Raises Refusal."""
-    asked = decode_query(query, RunQuery) if query else RunQuery()
+    """The options of a call's query and headers. Raises ApiError."""
+    options = decode_query(query, RunQuery) if query else RunQuery()
     return RunOptions(
-        reject_if_busy=asked.rejectIfBusy in ("true", "1"),
-        timeout_ms=_least(asked.requestTimeoutMs, _timeout_ms(headers.get(b"cf-aig-request-timeout"))),
+        reject_if_busy=options.rejectIfBusy in ("true", "1"),
+        timeout_ms=_min(options.requestTimeoutMs, _timeout_ms(headers.get(b"cf-aig-request-timeout"))),
         tags=_tags(query) if query else (),
         metadata=_metadata(headers.get(b"cf-aig-metadata")),
         session=_session(headers.get(b"x-session-affinity", b"")),
@@ -91,55 +91,55 @@ def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:
 
 
 def refuse_options(query: bytes) -> None:
-    """Raises Refusal for run options that a call which is answered at once cannot have."""
-    said = query_options(query) if query else {}
+    """Raises ApiError for run options that a live call cannot have."""
+    options = query_options(query) if query else {}
     for name in ("queueRequest", "websocket", "returnRawResponse"):
-        if said.get(name, "") not in ("false", "0", ""):
+        if options.get(name, "") not in ("false", "0", ""):
             raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
 
 
-def _least(one: int | None, other: int | None) -> int | None:
+def _min(one: int | None, other: int | None) -> int | None:
     return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 def _tags(query: bytes) -> tuple[str, ...]:
-    said = [tag for value in query_fields(query).get("tags", []) for tag in value.split(",") if tag]
+    tags = [tag for value in query_fields(query).get("tags", []) for tag in value.split(",") if tag]
     try:
-        return tuple(dict.fromkeys(msgspec.convert(said, Tags)))
+        return tuple(dict.fromkeys(msgspec.convert(tags, Tags)))
     except msgspec.ValidationError:
         raise bad_input(
             f"'tags' are at most {TAGS_MAX}, each of 1 to 50 letters, digits and : - . / @, with commas between", "tags"
         ) from None
 
 
-def _timeout_ms(said: bytes | None) -> int | None:
-    if said is None:
+def _timeout_ms(header: bytes | None) -> int | None:
+    if header is None:
         return None
-    if not said.isdigit() or len(said) > 9 or not 1 <= int(said) <= TIMEOUT_MS_MAX:
+    if not header.isdigit() or len(header) > 9 or not 1 <= int(header) <= TIMEOUT_MS_MAX:
         raise bad_input(f"the header 'cf-aig-request-timeout' is a whole number of milliseconds, 1 to {TIMEOUT_MS_MAX}")
-    return int(said)
+    return int(header)
 
 
-def _session(said: bytes) -> bytes:
-    if len(said) > SESSION_BYTES_MAX:
+def _session(header: bytes) -> bytes:
+    if len(header) > SESSION_BYTES_MAX:
         raise bad_input(f"the header 'x-session-affinity' has at most {SESSION_BYTES_MAX} bytes")
-    return said
+    return header
 
 
 _metadata_decoder: Final = msgspec.json.Decoder(dict[_Key, _Value])
 
 
-def _metadata(said: bytes | None) -> str:
-    if said is None:
+def _metadata(header: bytes | None) -> str:
+    if header is None:
         return ""
     try:
-        found = _metadata_decoder.decode(said) if len(said) <= METADATA_BYTES_MAX else None
+        metadata = _metadata_decoder.decode(header) if len(header) <= METADATA_BYTES_MAX else None
     except (ValueError, RecursionError):
-        found = None
-    if found is None or len(found) > METADATA_MAX:
+        metadata = None
+    if metadata is None or len(metadata) > METADATA_MAX:
         raise bad_input(
             f"the header 'cf-aig-metadata' is a JSON object of at most {METADATA_MAX} texts, numbers and truths, in at "
             f"most {METADATA_BYTES_MAX} bytes; "
             f"names have at most {METADATA_NAME_MAX} characters, texts {METADATA_TEXT_MAX}"
         )
-    return msgspec.json.encode(found).decode() if found else ""
+    return msgspec.json.encode(metadata).decode() if metadata else ""

@@ -13,15 +13,15 @@ def called(id: str, name: str, **arguments: Any) -> dict[str, Any]:
 
 def test_thoughts_text_and_calls_of_an_assistant_are_one_turn() -> None:
     talk = ConversationBuilder()
-    talk.say("user", "rain?")
-    talk.think("I should ")
-    talk.think("look.")
-    talk.say("assistant", "Let me see.")
-    talk.call("a", "rain", '{"city": "Rome"}', "here")
-    talk.call("b", "rain", {"city": "Oslo"}, "here")
-    talk.result("a", "no", "here")
-    talk.result("b", "yes", "here")
-    talk.say("assistant", "In Oslo.")
+    talk.add_text("user", "rain?")
+    talk.add_reasoning("I should ")
+    talk.add_reasoning("look.")
+    talk.add_text("assistant", "Let me see.")
+    talk.add_call("a", "rain", '{"city": "Rome"}', "here")
+    talk.add_call("b", "rain", {"city": "Oslo"}, "here")
+    talk.add_result("a", "no", "here")
+    talk.add_result("b", "yes", "here")
+    talk.add_text("assistant", "In Oslo.")
     assert talk.turns == [
         {"role": "user", "content": "rain?"},
         {
@@ -38,12 +38,12 @@ def test_thoughts_text_and_calls_of_an_assistant_are_one_turn() -> None:
 
 def test_what_does_not_fit_into_a_turn_begins_the_next() -> None:
     talk = ConversationBuilder()
-    talk.say("assistant", "one")
-    talk.say("assistant", "two")
-    talk.call("a", "f", {}, "here")
-    talk.say("assistant", "three")
-    talk.think("hm")
-    talk.call("b", "f", {}, "here")
+    talk.add_text("assistant", "one")
+    talk.add_text("assistant", "two")
+    talk.add_call("a", "f", {}, "here")
+    talk.add_text("assistant", "three")
+    talk.add_reasoning("hm")
+    talk.add_call("b", "f", {}, "here")
     assert [(turn["content"], "tool_calls" in turn, turn.get("reasoning_content")) for turn in talk.turns] == [
         ("one", False, None),
         ("two", True, None),
@@ -54,22 +54,22 @@ def test_what_does_not_fit_into_a_turn_begins_the_next() -> None:
 
 def test_thoughts_that_nothing_follows_are_left_out() -> None:
     talk = ConversationBuilder()
-    talk.think("lost")
-    talk.say("user", "hi")
-    talk.think("lost too")
+    talk.add_reasoning("lost")
+    talk.add_text("user", "hi")
+    talk.add_reasoning("lost too")
     assert talk.turns == [{"role": "user", "content": "hi"}]
-    talk.say("developer", "be brief")
-    talk.say("assistant", "ok")
+    talk.add_text("developer", "be brief")
+    talk.add_text("assistant", "ok")
     assert talk.turns[1:] == [{"role": "system", "content": "be brief"}, {"role": "assistant", "content": "ok"}]
 
 
 def test_results_answer_calls_and_calls_have_their_own_ids() -> None:
     talk = ConversationBuilder()
-    talk.call("c", "f", {}, "place")
+    talk.add_call("c", "f", {}, "place")
     wrongs: list[Callable[[], None]] = [
-        lambda: talk.result("a", "x", "place"),
-        lambda: talk.call("b", "f", "no json", "place"),
-        lambda: talk.call("c", "f", {}, "place"),
+        lambda: talk.add_result("a", "x", "place"),
+        lambda: talk.add_call("b", "f", "no json", "place"),
+        lambda: talk.add_call("c", "f", {}, "place"),
     ]
     for wrong in wrongs:
         with pytest.raises(ApiError, match="'place'") as refused:

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import threading
 
 from gateway.inference.account_lock import AccountLocks
 from tests.support.served_gateway import looped
@@ -34,3 +35,27 @@ async def test_work_that_is_cancelled_gives_its_turn_away() -> None:
     first.cancel()
     async with asyncio.timeout(10), turns.lock("a"):
         pass
+
+
+@looped
+async def test_a_fresh_thread_ends_with_its_work_and_holds_the_lock_until_then() -> None:
+    locks, began, go = AccountLocks(), threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def work() -> int:
+        threads.append(threading.current_thread())
+        began.set()
+        go.wait(10)
+        return len(threads)
+
+    async with asyncio.timeout(10):
+        first = asyncio.create_task(locks.run_in_thread("a", work, fresh=True))
+        await asyncio.to_thread(began.wait, 10)
+        second = asyncio.create_task(locks.run_in_thread("a", work, fresh=True))
+        await asyncio.sleep(0.05)
+        assert len(threads) == 1, "one piece of work at a time for an account"
+        go.set()
+        assert [await first, await second] == [1, 2]
+        assert threads[0] is not threads[1]
+        await asyncio.to_thread(threads[1].join, 10)
+        assert not any(thread.is_alive() for thread in threads)

@@ -135,7 +135,7 @@ async def test_a_plan_and_settings_say_how_an_account_is_treated(tmp_path: Path)
     await world.accounts.put_plan(plan)
     ann = await world.account("ann", Settings(cache_keep_s=60.0))
     await world.accounts.update(ann, lambda account: structs.replace(account, plan=plan))
-    terms = terms_of(await world.caller(ann), zero=False)
+    terms = terms_of(await world.caller(ann), zero_retention=False)
     assert (terms.weight, terms.sequences, terms.blocks, terms.floor_blocks, terms.cap_blocks) == (3.0, 4, 50, 5, 9)
     assert (terms.keep_s, terms.erase) == (60.0, False)
 
@@ -147,9 +147,9 @@ async def test_zero_retention_keeps_a_prefix_for_minutes_and_erases_it(
 ) -> None:
     world = World(tmp_path)
     ann = await world.account("ann", Settings(zero_retention=True, cache_keep_s=keep_s))
-    terms = terms_of(await world.caller(ann), zero=True)
+    terms = terms_of(await world.caller(ann), zero_retention=True)
     assert (terms.keep_s, terms.erase) == (kept, True)
-    assert (await world.scope(ann, zero=True)).kind is ScopeKind.TENANT
+    assert (await world.scope(ann, zero_retention=True)).kind is ScopeKind.TENANT
 
 
 async def submitted(gateway: Served, **headers: str) -> Submit:

@@ -207,14 +207,14 @@ def test_a_copy_holds_what_was_sent_without_comments_up_to_its_limit(monkeypatch
     monkeypatch.setattr(replay, "ANSWER_BYTES_MAX", 10)
     copy = AnswerRecorder()
     for piece in (b"", b"abc", PING[:0], b"defg"):
-        copy.take(piece)
-    assert copy.whole == b"abcdefg"
-    copy.take(b"hij")
-    assert copy.whole == b"abcdefghij"
-    copy.take(b"k")
-    assert copy.whole is None
-    copy.take(b"")
-    assert copy.whole is None
+        copy.append(piece)
+    assert copy.body == b"abcdefg"
+    copy.append(b"hij")
+    assert copy.body == b"abcdefghij"
+    copy.append(b"k")
+    assert copy.body is None
+    copy.append(b"")
+    assert copy.body is None
     with_ping = AnswerRecorder()
-    with_ping.take(PING)
-    assert with_ping.whole == b""
+    with_ping.append(PING)
+    assert with_ping.body == b""
