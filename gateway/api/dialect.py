@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -26,11 +26,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenCountRequest:
-    """A body that asks only how many tokens the prompt has; `render` makes the body of the answer."""
+    """A body that asks only how many tokens the prompt has. The answer begins with `head`."""
 
     model: str
     prompt: Prompt
-    render: Callable[[int], bytes]
+    head: dict[str, str] = field(default_factory=dict)
+
+    def render(self, tokens: int) -> bytes:
+        """The body of the answer."""
+        return msgspec.json.encode({**self.head, "input_tokens": tokens})
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,6 +349,4 @@ class CountTokensDialect:
 
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
         request = decode_body(body, _asking_decoder)
-        return TokenCountRequest(
-            request.model, messages_prompt(request), lambda tokens: msgspec.json.encode({"input_tokens": tokens})
-        )
+        return TokenCountRequest(request.model, messages_prompt(request))

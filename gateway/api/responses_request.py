@@ -230,7 +230,7 @@ class InputTokensBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown
 class ResponsesBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every field of Responses. From `store` on they are refused where they ask for something.
 
-    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: the answer repeats them, and nothing else changes.
+    `metadata`, `safety_identifier` and `prompt_cache_key` are labels: the answer repeats them, they change nothing.
     The cache is always the account's own. Reasoning is sent back as text, without `encrypted_content`.
     """
 
@@ -418,11 +418,7 @@ class InputTokensDialect:
     def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
         request = decode_body(body, _count_decoder)
         refuse_unless("personality", request.personality, (None,), "say it in 'instructions'")
-        return TokenCountRequest(request.model, responses_prompt(request), _token_count)
-
-
-def _token_count(tokens: int) -> bytes:
-    return msgspec.json.encode({"object": "response.input_tokens", "input_tokens": tokens})
+        return TokenCountRequest(request.model, responses_prompt(request), {"object": "response.input_tokens"})
 
 
 def echo_fields(body: ResponsesBody) -> dict[str, Any]:

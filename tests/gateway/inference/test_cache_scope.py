@@ -149,7 +149,7 @@ async def test_zero_retention_keeps_a_prefix_for_minutes_and_erases_it(
     ann = await world.account("ann", Settings(zero_retention=True, cache_keep_s=keep_s))
     terms = terms_of(await world.caller(ann), zero_retention=True)
     assert (terms.keep_s, terms.erase) == (kept, True)
-    assert (await world.scope(ann, zero_retention=True)).kind is ScopeKind.TENANT
+    assert (await world.scope(ann, zero=True)).kind is ScopeKind.TENANT
 
 
 async def submitted(gateway: Served, **headers: str) -> Submit:
