@@ -4,7 +4,6 @@ It serves nothing itself. However it ends, its children end: on a signal they dr
 kernel ends them.
 """
 
-import asyncio
 import contextlib
 import os
 import re
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TextIO
 
@@ -27,7 +25,6 @@ from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.endpoint import base_url, endpoint_answers
 from gateway.commands.access.first_account import first_call, first_credentials
 from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
-from gateway.commands.access.store_access import ask_store
 from gateway.commands.machine import machine_command, machine_environment
 from gateway.commands.terminal.options import Device, Source, command_app
 from gateway.commands.terminal.output import fail
@@ -82,7 +79,7 @@ def serve(
         with exclusive_state(config):
             port = _free_port(config)
             url = base_url(config.server, port)
-            credentials = asyncio.run(ask_store(config, partial(first_credentials, config, url)))
+            credentials = first_credentials(config, url)
             return ServeSupervisor(config, source.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))

@@ -1,21 +1,24 @@
 """The account of the first start, its token, and a first call with it."""
 
+import asyncio
 import shlex
+from functools import partial
 
 import msgspec
 
-from gateway.commands.access.store_access import StoreAccess
+from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.config import Config
-from gateway.state_dir import (
-    Credentials,
-    read_credentials,
-    write_credentials,
-)
+from gateway.state_dir import Credentials, read_credentials, write_credentials
 from tenants.auth.errors import NotFound, Unauthenticated
 
 
-async def first_credentials(config: Config, url: str, access: StoreAccess) -> Credentials:
-    """The credentials of the first start where they still open something, else new ones; with this base_url."""
+def first_credentials(config: Config, url: str) -> Credentials:
+    """The credentials of the first start if they still open an account, else new ones; with this base_url. Raises
+    StoreUnavailable."""
+    return asyncio.run(ask_store(config, partial(_credentials, config, url)))
+
+
+async def _credentials(config: Config, url: str, access: StoreAccess) -> Credentials:
     await access.store.ping()
     known = read_credentials(config)
     if known is not None:
