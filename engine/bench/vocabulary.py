@@ -1,7 +1,7 @@
-"""A made-up tokenizer.json of a model's true size, for measuring what grammars cost: what they look at is spellings.
+"""A made-up tokenizer.json of a model's true size, for measuring what grammars cost: they look at spellings.
 
-Of a vocabulary of byte pairs: bytes, numbers, punctuation, runs of white space, words with a space before them, in
-capitals or without, pieces of other scripts, and special tokens at the end.
+The vocabulary is one of byte pairs: bytes, numbers, punctuation, runs of white space, words with a space before them,
+in capitals or without, pieces of other scripts, and special tokens at the end.
 """
 
 import json
@@ -19,7 +19,7 @@ _OTHER_SCRIPTS_PART: Final = 0.15
 
 
 def write_tokenizer(folder: Path, size: int) -> None:
-    """Of `size` tokens, the last one the end of a text; the same ones for the same size."""
+    """Writes a tokenizer of `size` tokens, the last one the end of a text; the same ones for the same size."""
     special = min(_SPECIAL, size // 8)
     vocabulary = {_spelled(piece): token for token, piece in enumerate(_pieces(size - special))}
     names = [*(f"<|reserved_{number}|>" for number in range(special - 1)), "<|end_of_text|>"]

@@ -137,7 +137,7 @@ class ArtifactFiles(Generic[Artifact]):
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
         shared = os.environ.get(KERNEL_CACHE_VARIABLE)
-        self.files = [place / name for place in (folder / _FOLDER, *([Path(shared)] if shared else []))]
+        self.files = [root / name for root in (folder / _FOLDER, *([Path(shared)] if shared else []))]
 
     def read(self) -> Artifact | None:
         """Returns what was written, or None. A file that is odd in any way is ignored."""
@@ -185,6 +185,6 @@ def _write_atomically(file: Path, content: bytes) -> bool:
 
 
 def _forget_oldest(folder: Path) -> None:
-    kept = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    for file in kept[:-_KEYS_MAX]:
+    files_by_age = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    for file in files_by_age[:-_KEYS_MAX]:
         file.unlink(missing_ok=True)

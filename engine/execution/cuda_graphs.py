@@ -19,20 +19,20 @@ _STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of 
 HOT_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def capture_sizes(most: int) -> list[int]:
-    """The sizes worth a graph, ascending, for up to `most` rows; the last holds them or is the largest there is."""
-    if most == 0:
+def capture_sizes(max_rows: int) -> list[int]:
+    """The sizes worth a graph, ascending, for up to max_rows rows; the last holds them or is the largest there is."""
+    if max_rows == 0:
         return []
     sizes = list(_FINE)
     for end, step in _STEPS:
         sizes += range(sizes[-1] - sizes[-1] % step + step, end + 1, step)
-    return sizes[: bisect_left(sizes, most) + 1]
+    return sizes[: bisect_left(sizes, max_rows) + 1]
 
 
 class CudaGraphs:
     """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
 
-    `sizes` are all that may be captured; those of HOT come first, small ones before large ones.
+    `sizes` are all that may be captured; HOT_SIZES come first, small ones before large ones.
     """
 
     def __init__(self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace) -> None:
@@ -87,8 +87,8 @@ class CudaGraphs:
             self._graphs[self._captured[index]].replay()
 
     def close(self) -> None:
-        """Lets go of all graphs, and of what they hold of the workspace. None of them runs, and no more are captured.
-        It may be called again."""
+        """Drops all graphs, with what they hold of the workspace. None of them runs, and no more are captured. It
+        may be called again."""
         self._missing.clear()
         self._captured.clear()
         while self._graphs:

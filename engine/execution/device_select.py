@@ -19,25 +19,25 @@ _NAMES: Final = re.compile(r"auto|cuda(:\d+)?")
 
 
 class DeviceUnusable(RuntimeError):
-    """The device that was asked for cannot run models; the message says why and what to do."""
+    """The requested device cannot run models; the message says why and what to do."""
 
 
-def select_device(asked: str) -> torch.device:
-    """`auto` is the first GPU, or the CPU with a line in the log where there is none that can be used.
+def select_device(requested: str) -> torch.device:
+    """`auto` is the first GPU, or the CPU with a line in the log where no GPU can be used.
 
-    Raises Unusable for a GPU that was asked for by name: cuda, or cuda:N.
+    Raises DeviceUnusable for a GPU that is named: cuda, or cuda:N.
     """
-    if asked == "cpu":
+    if requested == "cpu":
         return torch.device("cpu")
-    if not _NAMES.fullmatch(asked):
-        raise DeviceUnusable(f"device {asked!r} is not supported: auto, cpu, cuda and cuda:N are")
-    device = torch.device("cuda", int(asked.partition(":")[2] or 0))
+    if not _NAMES.fullmatch(requested):
+        raise DeviceUnusable(f"device {requested!r} is not supported: auto, cpu, cuda and cuda:N are")
+    device = torch.device("cuda", int(requested.partition(":")[2] or 0))
     reason = _reason_against(device)
     if reason is None:
         _require_kernel_cache()
         return device
-    if asked != "auto":
-        raise DeviceUnusable(f"device {asked!r} cannot be used: {reason}")
+    if requested != "auto":
+        raise DeviceUnusable(f"device {requested!r} cannot be used: {reason}")
     log.info("device auto: cpu (%s)", reason)
     return torch.device("cpu")
 

@@ -181,7 +181,7 @@ class GpuMemory:
             weights_bytes=self._weights.bytes,
             kv_bytes=kv_bytes,
             host_kv_bytes=self._host_tier.bytes,
-            standby_bytes=self._weights.bytes + self._host_tier.most_bytes,
+            standby_bytes=self._weights.bytes + self._host_tier.max_bytes,
         )
 
     def _follow_restored(self) -> None:
@@ -194,29 +194,30 @@ class GpuMemory:
 
 
 def open_gpu_memory(
-    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, most: StepLimits,
+    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, step_limits: StepLimits,
     context_tokens: int, device: torch.device,
 ) -> GpuMemory:  # fmt: skip
     """Reserves a pool for as much KV as the device could hold beside the weights, with one extent mapped.
     Raises OutOfDeviceMemory or DoesNotFit."""
     arena = weights.arena
     shape = kv_shape(config, model.block_tokens, torch.float8_e4m3fn if model.kv_dtype == "fp8" else dtype)
-    kv_bytes = arena.most_bytes - weights.bytes
-    blocks = kv_blocks(model, shape, context_tokens, most.sequences, kv_bytes, kv_bytes)
+    kv_bytes = arena.max_bytes - weights.bytes
+    blocks = kv_blocks(model, shape, context_tokens, step_limits.sequences, kv_bytes, kv_bytes)
     stream = DeviceStream(device)
     pool = KVPool(shape, blocks, arena, extents=1)
-    return gpu_memory_of(model, config, dtype, weights, pool, most, context_tokens, stream)
+    return gpu_memory_of(model, config, dtype, weights, pool, step_limits, context_tokens, stream)
 
 
 def gpu_memory_of(
-    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pool: KVPool, most: StepLimits,
-    context_tokens: int, stream: DeviceStream,
+    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pool: KVPool,
+    step_limits: StepLimits, context_tokens: int, stream: DeviceStream,
 ) -> GpuMemory:  # fmt: skip
     """Adds a workspace for steps of the most rows, and a host tier, to weights and a pool."""
     workspace = Workspace(weights.arena, stream.device)
-    rows, sampled_rows = max(most.rows, *capture_sizes(most.rows)), capture_sizes(most.sequences)[-1]
+    rows = max(step_limits.rows, *capture_sizes(step_limits.rows))
+    sampled_rows = capture_sizes(step_limits.sequences)[-1]
     with stream.entered(), workspace.entered():
-        buffers = StepBuffers.make(config, dtype, stream.device, most.words, rows, sampled_rows, context_tokens)
+        buffers = StepBuffers.make(config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens)
         kept_bytes = host_tier_bytes(model, pool, context_tokens)
         host_tier = HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
     layout = paged_layout(model, pool, context_tokens)

@@ -39,13 +39,13 @@ class GpuRunner:
     """A decoder's StepExecutor and MaskedSampler on a GPU."""
 
     def __init__(
-        self, config: ModelConfig, parameters: DecoderParameters, memory: GpuMemory, most: StepLimits,
+        self, config: ModelConfig, parameters: DecoderParameters, memory: GpuMemory, step_limits: StepLimits,
         context_tokens: int, graph_rows: int,
     ) -> None:  # fmt: skip
         """Steps of up to graph_rows rows may be captured, none where it is 0."""
         self.limits = ExecutorLimits(
-            context_tokens, config.vocabulary, memory.pool.blocks, most.step_tokens, most.prompt_step_tokens,
-            most.sequences, PIPELINE_DEPTH,
+            context_tokens, config.vocabulary, memory.pool.blocks, step_limits.step_tokens,
+            step_limits.prompt_step_tokens, step_limits.sequences, PIPELINE_DEPTH,
         )  # fmt: skip
         self.costs: CostModel | None = None
         self._config = config
@@ -56,10 +56,12 @@ class GpuRunner:
         self._stream = memory.stream
         vector_width = config.hidden if config.vectors else 0
         self._masks_RW = self._stream.staging(*memory.buffers.masks_RW.shape, dtype=torch.int32)
-        self._staged = [StagedStep(self._stream, most, vector_width) for _ in range(PIPELINE_DEPTH + 1)]
+        self._staged = [StagedStep(self._stream, step_limits, vector_width) for _ in range(PIPELINE_DEPTH + 1)]
         self._launches = 0
         self._prepared_at = 0.0
-        sizes, head_sizes = (capture_sizes(min(graph_rows, count)) for count in (most.rows, most.sequences))
+        sizes, head_sizes = (
+            capture_sizes(min(graph_rows, count)) for count in (step_limits.rows, step_limits.sequences)
+        )
         weak = proxy(self)  # a circle would keep pinned memory until the collector comes, in a capture perhaps
         self._bodies = CudaGraphs(lambda rows: weak._body(rows, wide=False), sizes, memory.workspace)
         self._wide_bodies = CudaGraphs(lambda rows: weak._body(rows, wide=True), sizes, memory.workspace)

@@ -64,9 +64,9 @@ def sample_tokens(
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log probabilities of the raw logits: of each row's token, and of its K most likely ones, asked for or not.
+    """Log probabilities of the raw logits: each row's token and its K most likely tokens.
 
-    On the device, or in host memory that it is copied to.
+    The tensors are on the device, or in the host memory that `copy_to` fills.
     """
 
     chosen_R: Tensor
@@ -77,10 +77,10 @@ class LogprobTensors:
     def of(cls, logits_RV: Tensor, tokens_R: Tensor) -> Self:
         """Costs a float32 copy of the logits."""
         logits_RV = logits_RV.float()
-        whole_R1 = logits_RV.logsumexp(-1, keepdim=True)
+        log_total_R1 = logits_RV.logsumexp(-1, keepdim=True)
         best_RK, ids_RK = _top_logits(logits_RV, min(LOGPROBS_MAX, logits_RV.shape[1]))
         chosen_R1 = logits_RV.gather(1, tokens_R[:, None].long().clamp_min(0))
-        return cls((chosen_R1 - whole_R1)[:, 0], ids_RK, best_RK - whole_R1)
+        return cls((chosen_R1 - log_total_R1)[:, 0], ids_RK, best_RK - log_total_R1)
 
     def copy_to(self, host: "LogprobTensors") -> None:
         """Queues the copy, into its first rows."""
@@ -90,19 +90,20 @@ class LogprobTensors:
         host.best_RK[:rows, :count].copy_(self.best_RK, non_blocking=True)
 
     def read(self, row: int, count: int) -> tuple[float, list[int], list[float]]:
-        """As batch.Sampled has it, of host memory. Of equally likely ones the lower id comes first."""
+        """Reads one row from host memory, as RunnerOutput has it. Between equally likely tokens the lower id comes
+        first."""
         ids_K, best_K = self.ids_RK[row].numpy(), self.best_RK[row].numpy()
         order = np.lexsort((ids_K, -best_K))[:count]
         return float(self.chosen_R[row]), ids_K[order].tolist(), best_K[order].tolist()
 
 
 def _top_logits(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The greatest and their ids; of those that equal the last one, where topk takes any, the lowest ids."""
+    """The greatest logits and their ids; between ids that tie with the last one, where topk takes any, the lowest."""
     best_RK, ids_RK = logits_RV.topk(count, -1)
     vocabulary = logits_RV.shape[1]
     every_V = torch.arange(vocabulary, dtype=torch.int32, device=logits_RV.device)
     ties_RV = torch.where(logits_RV == best_RK[:, -1:], every_V, vocabulary)
     ties_RK = ties_RV.topk(count, -1, largest=False, sorted=True).values.long()
     above_RK = best_RK > best_RK[:, -1:]
-    place_RK = torch.arange(count, device=logits_RV.device) - above_RK.sum(-1, keepdim=True)
-    return best_RK, torch.where(above_RK, ids_RK, ties_RK.gather(1, place_RK.clamp_min(0)))
+    rank_RK = torch.arange(count, device=logits_RV.device) - above_RK.sum(-1, keepdim=True)
+    return best_RK, torch.where(above_RK, ids_RK, ties_RK.gather(1, rank_RK.clamp_min(0)))

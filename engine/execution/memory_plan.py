@@ -36,7 +36,7 @@ def context_tokens(model: ModelSpec, trained_tokens: int) -> int:
 
 
 def min_kv_blocks(model: ModelSpec, tokens: int) -> int:
-    """What a replica has whenever it is awake: the blocks of one context, and those of its public prefixes."""
+    """How many blocks a replica has whenever it is awake: enough for one context and its public prefixes."""
     return _public_prefix_blocks(model) - (-tokens // model.block_tokens)
 
 
@@ -50,49 +50,51 @@ def _public_prefix_blocks(model: ModelSpec) -> int:
     return sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
 
 
-def kv_blocks(model: ModelSpec, shape: KVShape, tokens: int, sequences: int, room: int, free: int) -> int:
-    """As many as kv_bytes hold; else as many as `room` holds, at most for all sequences of `tokens` each.
+def kv_blocks(model: ModelSpec, shape: KVShape, tokens: int, sequences: int, room_bytes: int, free_bytes: int) -> int:
+    """How many blocks the pool has: as kv_bytes hold; else as room_bytes hold, at most for all sequences of `tokens`
+    each.
 
-    One context gets its blocks where `free` bytes hold it, though there be less room. Raises DoesNotFit.
+    One context gets its blocks where free_bytes hold it, though there be less room. Raises DoesNotFit.
     """
     context_blocks = -(-tokens // shape.block_tokens)
     if model.kv_bytes is not None:
         blocks = model.kv_bytes // shape.block_bytes
         if blocks < 1:
             raise DoesNotFit(f"kv_bytes {model.kv_bytes} is less than one block's {shape.block_bytes}")
-        if blocks * shape.block_bytes > free:
+        if blocks * shape.block_bytes > free_bytes:
             raise DoesNotFit(
-                f"kv_bytes {model.kv_bytes} is more than the {free} that are free: set less, or leave it out"
+                f"kv_bytes {model.kv_bytes} is more than the {free_bytes} that are free: set less, or leave it out"
             )
         return blocks
-    blocks = max(min(room // shape.block_bytes, sequences * context_blocks), context_blocks)
-    if blocks * shape.block_bytes > free:
-        fitting = max(0, free) // shape.block_bytes * shape.block_tokens
+    blocks = max(min(room_bytes // shape.block_bytes, sequences * context_blocks), context_blocks)
+    if blocks * shape.block_bytes > free_bytes:
+        fitting = max(0, free_bytes) // shape.block_bytes * shape.block_tokens
         advice = f"set context_tokens to at most {fitting}" if fitting else "use a device with more memory"
         raise DoesNotFit(
             f"one context of {tokens} tokens takes {blocks * shape.block_bytes / 1e9:.1f} GB of KV, "
-            f"{max(0, free) / 1e9:.1f} GB are free: {advice}"
+            f"{max(0, free_bytes) / 1e9:.1f} GB are free: {advice}"
         )
     return blocks
 
 
-def initial_extents(model: ModelSpec, pool: KVPool, tokens: int, room: int, free: int) -> int:
-    """How many extents of the pool get memory as it is opened: as many as `room` holds.
+def initial_extents(model: ModelSpec, pool: KVPool, tokens: int, room_bytes: int, free_bytes: int) -> int:
+    """How many extents of the pool get memory as it is opened: as many as room_bytes hold.
 
-    What least_blocks says it has where `free` bytes hold it, though there be less room. Raises DoesNotFit.
+    The min_extents get memory where free_bytes hold them, though there be less room. Raises DoesNotFit.
     """
-    count = min(max(room // pool.extent_bytes, min_extents(model, pool, tokens)), pool.extents)
+    count = min(max(room_bytes // pool.extent_bytes, min_extents(model, pool, tokens)), pool.extents)
     needed = count * pool.extent_bytes
-    if needed > free:
+    if needed > free_bytes:
         raise DoesNotFit(
-            f"one context of {tokens} tokens takes {needed / 1e9:.1f} GB of KV, {max(0, free) / 1e9:.1f} GB are free: "
-            f"set a smaller context_tokens, end what else uses the device, or give the machine more of it"
+            f"one context of {tokens} tokens takes {needed / 1e9:.1f} GB of KV, "
+            f"{max(0, free_bytes) / 1e9:.1f} GB are free: set a smaller context_tokens, "
+            "end what else uses the device, or give the machine more of it"
         )
     return count
 
 
 def min_extents(model: ModelSpec, pool: KVPool, tokens: int) -> int:
-    """The extents that hold least_blocks, or all where the pool is smaller."""
+    """The extents that hold min_kv_blocks, or all where the pool is smaller."""
     return min(-(-min_kv_blocks(model, tokens) // pool.extent_blocks), pool.extents)
 
 

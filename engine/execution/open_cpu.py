@@ -41,8 +41,8 @@ def open_cpu(
         host_tier_bytes(model, pool, context_tokens),
     )  # fmt: skip
     resources.callback(memory.close)
-    room = free if device_bytes is None else device_bytes - memory.weights_bytes
-    pool.map(range(initial_extents(model, pool, context_tokens, room, free)))
+    kv_room_bytes = free if device_bytes is None else device_bytes - memory.weights_bytes
+    pool.map(range(initial_extents(model, pool, context_tokens, kv_room_bytes, free)))
     step_tokens = model.step_tokens or _STEP_TOKENS
     limits = ExecutorLimits(
         context_tokens, config.vocabulary, blocks, step_tokens, prompt_step_tokens=step_tokens, sequences=sequences,

@@ -58,16 +58,16 @@ def _open(
         named = beside.submit(name_kernels)
         parameters = source.load(beat, dict(weights.tensors))
         named.result()
-    most = StepLimits.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
-    memory = open_gpu_memory(model, config, source.dtype, weights, most, context_tokens, device)
+    step_limits = StepLimits.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
+    memory = open_gpu_memory(model, config, source.dtype, weights, step_limits, context_tokens, device)
     resources.callback(memory.close)
     artifacts = gpu_artifacts(
         model, config, context_tokens, str(source.dtype), source.bf12_parameters, torch.cuda.get_device_name(device)
     )
     share_kernel_cache(artifacts.kernels_folder)
     earlier, first_segments = artifacts.read(), len(memory.workspace.segments)
-    runner = GpuRunner(config, parameters, memory, most, context_tokens, graph_rows=0)
-    trial = TrialSteps(runner, most.rows, model.block_tokens, config.vectors)
+    runner = GpuRunner(config, parameters, memory, step_limits, context_tokens, graph_rows=0)
+    trial = TrialSteps(runner, step_limits.rows, model.block_tokens, config.vectors)
     if earlier is None:
         trial.compile(beat)
     else:
@@ -75,12 +75,12 @@ def _open(
             memory.workspace.grow(earlier.segments)
         trial.load()
     segments = memory.workspace.segments[first_segments:]
-    runner = GpuRunner(config, parameters, memory, most, context_tokens, GRAPH_ROWS_MAX)
+    runner = GpuRunner(config, parameters, memory, step_limits, context_tokens, GRAPH_ROWS_MAX)
     resources.callback(runner.close)
     memory.standby = standby
     _map_extents(model, runner, memory, context_tokens, device_bytes)
     mapped_blocks = min(len(memory.mapped) * memory.layout.extent_blocks, memory.layout.blocks)
-    trial = TrialSteps(runner, most.rows, model.block_tokens, config.vectors)
+    trial = TrialSteps(runner, step_limits.rows, model.block_tokens, config.vectors)
     limits = trial.profiling_limits(mapped_blocks)
     if earlier is not None and earlier.blocks >= limits.used_blocks:
         runner.costs = earlier.costs
@@ -100,10 +100,10 @@ def _map_extents(
     """Maps the extents that there is room for. Raises DoesNotFit."""
     pool = memory.pool
     free = torch.cuda.mem_get_info(memory.stream.device)[0] + pool.mapped_bytes - runner.max_graphs * GRAPH_BYTES
-    room = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
+    kv_room_bytes = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
     if device_bytes is not None:
-        room = min(room, device_bytes - memory.fixed_bytes(runner.max_graphs))
-    count = initial_extents(model, pool, context_tokens, room, free)
+        kv_room_bytes = min(kv_room_bytes, device_bytes - memory.fixed_bytes(runner.max_graphs))
+    count = initial_extents(model, pool, context_tokens, kv_room_bytes, free)
     pool.map(range(len(pool.mapped), count))
 
 

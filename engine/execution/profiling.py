@@ -1,4 +1,4 @@
-"""Measures Costs: what steps of made-up work take, and what follows. It knows no device, no clock and no kernels.
+"""Measures a CostModel: what steps of made-up work take, and what follows. It knows no device, no clock and no kernels.
 
 Everything but the rows' own cost comes from the difference of two steps that differ in one thing. Where a pool or a
 context is small so are these steps, and the less exact is what they say.
@@ -45,12 +45,12 @@ class ProfilingLimits:
 
     @property
     def members(self) -> int:
-        """As many as the largest group has that is worth a measurement, or as fit."""
+        """The size of the largest group that is worth a measurement, or that fits."""
         return min(_MEMBERS, self.sequences, self.blocks // 8)
 
     @property
     def used_blocks(self) -> int:
-        """As many as make a difference: with more of them the same steps are measured."""
+        """How many blocks make a difference: with more of them the same steps are measured."""
         size = self.block_tokens
         decodes = min(_DECODES, self.sequences) * -(-_DECODE_KEYS // size)
         groups = max(8 * _MEMBERS, _SEGMENT_KEYS // size + (_MEMBERS + 1) * _OWN_BLOCKS)
@@ -62,14 +62,14 @@ class ProfilingLimits:
         return max(1, min(wanted, self.context_tokens, self.blocks // sequences * size) // size) * size
 
 
-def profile_costs(launch_ms: StepTimer, rows: Items[int], room: ProfilingLimits) -> CostModel:
+def profile_costs(launch_ms: StepTimer, rows: Items[int], limits: ProfilingLimits) -> CostModel:
     """The costs of steps, at these numbers of rows (ascending) and between. Takes 4 steps for each, and 44 more.
 
     Where there is no room to tell what groups cost, they never pay.
     """
-    bench = _Profiler(launch_ms, room)
+    bench = _Profiler(launch_ms, limits)
     rows_us, key_us, prompt_pair_us = bench.rows_us(rows), bench.key_us(), bench.prompt_pair_us(rows[-1])
-    if room.members < _MEMBERS_MIN:
+    if limits.members < _MEMBERS_MIN:
         return CostModel(rows_us, key_us, key_us, math.inf, prompt_pair_us, 0.0, 0.0)
     shared_key_us, pair_us = bench.segment_key_us()
     segment_us, groups_us = bench.segment_us(key_us, shared_key_us, pair_us)
@@ -77,28 +77,28 @@ def profile_costs(launch_ms: StepTimer, rows: Items[int], room: ProfilingLimits)
 
 
 class _Profiler:
-    def __init__(self, launch_ms: StepTimer, room: ProfilingLimits) -> None:
+    def __init__(self, launch_ms: StepTimer, limits: ProfilingLimits) -> None:
         self._launch_ms = launch_ms
-        self._room = room
+        self._limits = limits
 
     def rows_us(self, rows: Items[int]) -> tuple[tuple[int, float], ...]:
         took, most = [], 0.0
-        for count in rows[: bisect_right(rows, self._room.sequences * self._room.context_tokens)]:
+        for count in rows[: bisect_right(rows, self._limits.sequences * self._limits.context_tokens)]:
             most = max(most + _US_MIN, self._us(self._short(count)))
             took.append((count, most))
         return tuple(took)
 
     def key_us(self) -> float:
-        """Of sequences that decode, with many keys or with a quarter of them."""
-        count = min(_DECODES, self._room.sequences, self._room.blocks)
-        keys = self._room.keys(_DECODE_KEYS, count)
+        """Measures sequences that decode, with many keys and with a quarter of them."""
+        count = min(_DECODES, self._limits.sequences, self._limits.blocks)
+        keys = self._limits.keys(_DECODE_KEYS, count)
         few = max(1, keys // 4)
         return _slope(self._us(self._decodes(count, keys)), self._us(self._decodes(count, few)), count * (keys - few))
 
-    def prompt_pair_us(self, rows_most: int) -> float:
-        """Of a piece of a prompt with much or little before it."""
-        context = self._room.keys(_PROMPT_KEYS, 1)
-        rows = max(1, min(_PROMPT_ROWS, rows_most, context // 2))
+    def prompt_pair_us(self, max_rows: int) -> float:
+        """Measures a piece of a prompt with much and with little before it."""
+        context = self._limits.keys(_PROMPT_KEYS, 1)
+        rows = max(1, min(_PROMPT_ROWS, max_rows, context // 2))
         start = context - rows
         near = start // 4
         far_us, near_us = (
@@ -107,8 +107,8 @@ class _Profiler:
         return _slope(far_us, near_us, rows * (start - near))
 
     def segment_key_us(self) -> tuple[float, float]:
-        """For the keys of a segment and for each member at each: of few and many members, at many and few keys."""
-        many = self._room.members
+        """Measures the keys of a segment, and each member at each key: few and many members, at many and few keys."""
+        many = self._limits.members
         few = many // 8
         keys = self._segment_keys(many, _SEGMENT_KEYS)
         less = self._segment_keys(many, keys // 4)
@@ -120,8 +120,9 @@ class _Profiler:
         return max(_US_MIN, few_us - few * pair_us), pair_us
 
     def segment_us(self, key_us: float, shared_key_us: float, pair_us: float) -> tuple[float, float]:
-        """What one more costs beside its keys, and the first: of a few keys in one, in many and in none."""
-        members, size = self._room.members // 4, self._room.block_tokens
+        """Measures what one more segment costs beside its keys, and the first: a few keys in one, in many and in
+        none."""
+        members, size = self._limits.members // 4, self._limits.block_tokens
         keys = self._segment_keys(members, _SEGMENTS * size)
         alone_us, one_us = self._us(self._members(members, keys)), self._segment_us(members, keys)
         segment_us = _slope(self._segment_us(members, keys, size), one_us, keys // size - 1)
@@ -129,17 +130,17 @@ class _Profiler:
         return segment_us, max(_US_MIN, one_us - alone_us + saved_us)
 
     def _segment_us(self, members: int, keys: int, each: int | None = None) -> float:
-        """The step where so many members read so many keys together, in segments of `each`, or in one."""
+        """Measures a step in which so many members read so many keys together, in segments of `each`, or in one."""
         each = each or keys
         segments = [PrefixSegment(range(members), first, first + each) for first in range(0, keys, each)]
         return self._us(self._members(members, keys), segments)
 
     def _us(self, slices: list[SequenceSlice], segments: Items[PrefixSegment] = ()) -> float:
-        return self._launch_ms(pack_step(slices, self._room.block_tokens, segments), _LAUNCHES) * 1e3
+        return self._launch_ms(pack_step(slices, self._limits.block_tokens, segments), _LAUNCHES) * 1e3
 
     def _short(self, rows: int) -> list[SequenceSlice]:
         """So many rows of as many sequences as may be, with no keys before them."""
-        count = min(rows, self._room.sequences)
+        count = min(rows, self._limits.sequences)
         most = -(-rows // count)
         lengths = [rows // count + (index < rows % count) for index in range(count)]
         return [
@@ -151,24 +152,24 @@ class _Profiler:
         return [SequenceSlice([0], keys - 1, self._table(index, keys), SamplingParams()) for index in range(count)]
 
     def _segment_keys(self, members: int, wanted: int) -> int:
-        """As many as wanted, or as fit beside what the members have alone; in whole blocks."""
-        size = self._room.block_tokens
-        most = min(self._room.context_tokens // size, self._room.blocks - members * _OWN_BLOCKS) - _OWN_BLOCKS
+        """As many keys as wanted, or as fit beside what the members have alone; in whole blocks."""
+        size = self._limits.block_tokens
+        most = min(self._limits.context_tokens // size, self._limits.blocks - members * _OWN_BLOCKS) - _OWN_BLOCKS
         return max(1, min(wanted // size, most)) * size
 
     def _members(self, count: int, keys: int) -> list[SequenceSlice]:
         """Sequences with `keys` keys in the same blocks and some of their own behind them."""
-        size = self._room.block_tokens
+        size = self._limits.block_tokens
         shared, context = self._table(0, keys), keys + _OWN_BLOCKS * size
-        owns = (keys // size + np.arange(count * _OWN_BLOCKS).reshape(count, -1)) % self._room.blocks
+        owns = (keys // size + np.arange(count * _OWN_BLOCKS).reshape(count, -1)) % self._limits.blocks
         return [
             SequenceSlice([0], context - 1, np.append(shared, own).astype(np.int32), SamplingParams()) for own in owns
         ]
 
     def _table(self, index: int, keys: int) -> Int32s:
         """The index-th of tables of so many keys, each with blocks of its own as far as they go round."""
-        width = -(-keys // self._room.block_tokens)
-        return ((index * width + np.arange(width)) % self._room.blocks).astype(np.int32)
+        width = -(-keys // self._limits.block_tokens)
+        return ((index * width + np.arange(width)) % self._limits.blocks).astype(np.int32)
 
 
 def _slope(more: float, less: float, by: int) -> float:

@@ -1,4 +1,4 @@
-"""Flights on a GPU: the host memory that a step goes up from and its tokens come down to, and how much that is at most.
+"""In-flight steps on a GPU: the host memory that a step is uploaded from and its tokens are downloaded to.
 
 It knows no kernels.
 """
@@ -25,7 +25,7 @@ _MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a step has at most; memory of fixed size is made for it."""
+    """The largest step; memory of fixed size is made for it."""
 
     rows: int
     sequences: int
@@ -45,33 +45,37 @@ class StepLimits:
 
 
 class StagedStep:
-    """A flight, and the host memory that its step goes up from and its tokens come down to. `wait` frees it. `batch` is
-    the step while it lacks its masks."""
+    """An in-flight step on a GPU, with the host memory that it is uploaded from and its tokens are downloaded to.
 
-    def __init__(self, stream: DeviceStream, most: StepLimits, vector_width: int) -> None:
+    batch   the step, while it lacks its masks.
+    """
+
+    def __init__(self, stream: DeviceStream, step_limits: StepLimits, vector_width: int) -> None:
         """`vector_width` is 0 for a model that gives text."""
-        self.words = stream.staging(most.words, dtype=torch.int32)
-        self.tokens_R = stream.staging(most.sequences, dtype=torch.int32)
+        self.words = stream.staging(step_limits.words, dtype=torch.int32)
+        self.tokens_R = stream.staging(step_limits.sequences, dtype=torch.int32)
         self.reports = LogprobTensors(
-            stream.staging(most.sequences, dtype=torch.float32),
-            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.int64),
-            stream.staging(most.sequences, LOGPROBS_MAX, dtype=torch.float32),
+            stream.staging(step_limits.sequences, dtype=torch.float32),
+            stream.staging(step_limits.sequences, LOGPROBS_MAX, dtype=torch.int64),
+            stream.staging(step_limits.sequences, LOGPROBS_MAX, dtype=torch.float32),
         )
-        self.vectors_RH = stream.staging(most.sequences, vector_width, dtype=torch.float32)
+        self.vectors_RH = stream.staging(step_limits.sequences, vector_width, dtype=torch.float32)
         self.mark = stream.mark()
         self.batch: StepBatch | None = None
         self.rows = 0
-        self.asked: dict[int, int] = {}
+        self.logprob_counts: dict[int, int] = {}
         self._tokens_R = self.tokens_R.numpy()
 
     def begin(self, batch: StepBatch) -> None:
-        """What will be read of it when it has landed."""
+        """Notes what is to be read of the step when it has landed."""
         self.rows = len(batch.rows_R)
-        self.asked = {row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()}
+        self.logprob_counts = {
+            row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()
+        }
 
     def wait(self) -> RunnerOutput:
         self.mark.wait()
         if self.vectors_RH.shape[1]:
             return pooling_output(self.vectors_RH[: self.rows].clone())
-        logprobs = {row: self.reports.read(row, count) for row, count in self.asked.items()}
+        logprobs = {row: self.reports.read(row, count) for row, count in self.logprob_counts.items()}
         return RunnerOutput(self._tokens_R[: self.rows].copy(), logprobs)

@@ -16,17 +16,17 @@ class HostKVTier:
     """Contents of blocks, in host memory while the device is given back. A row is one block of one layer; those of a
     layer follow each other, in the order of the blocks."""
 
-    def __init__(self, pool: KVPool, driver: MemoryDriver, most_bytes: int, device: torch.device) -> None:
+    def __init__(self, pool: KVPool, driver: MemoryDriver, max_bytes: int, device: torch.device) -> None:
         """Raises torch.OutOfMemoryError."""
         self._pool = pool
         width = pool.shape.layer_block_bytes
         self._rows = PIECE_BYTES // width  # of a piece
         assert self._rows > 0, "a block of one layer is more than a piece"
-        most = most_bytes // pool.shape.block_bytes
+        max_blocks = max_bytes // pool.shape.block_bytes
         # What is on its way lies in memory that is there from the start, so that moves take none.
-        self._staged = torch.empty(self._rows if most else 0, width, dtype=torch.uint8, device=device)
-        self._ids = torch.empty(most, dtype=torch.int64, device=device)
-        self._pinned = PinnedMemory(driver, self.most_bytes)
+        self._staged = torch.empty(self._rows if max_blocks else 0, width, dtype=torch.uint8, device=device)
+        self._ids = torch.empty(max_blocks, dtype=torch.int64, device=device)
+        self._pinned = PinnedMemory(driver, self.max_bytes)
         self._blocks: list[int] = []
 
     @property
@@ -40,7 +40,7 @@ class HostKVTier:
         return self._pinned.bytes
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """What of host memory is ever held for it."""
         return -(-len(self._ids) * self._pool.shape.layers // self._rows) * PIECE_BYTES
 
@@ -62,7 +62,7 @@ class HostKVTier:
         return self.bytes
 
     def restore(self, blocks: Items[int], stream: DeviceStream) -> int:
-        """Queues the way back, into other blocks perhaps, in the same order; gives its bytes. They stay kept until
+        """Queues the way back into these blocks, in the order of `save`. Returns the bytes. The copies stay until
         `forget`."""
         assert len(blocks) == len(self._blocks), "not as many blocks as are kept"
         with stream.entered():

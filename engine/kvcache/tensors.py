@@ -130,7 +130,7 @@ class KVPool:
             assert not rows[self.empty].any(), "the empty block was written"
 
     def _pieces(self, extents: Iterable[int]) -> list[int]:
-        """Those of each layer."""
+        """The pieces of these extents in all layers."""
         extents = list(extents)
         assert all(0 <= extent < self.extents for extent in extents)
         return [layer * self._layer_pieces + extent for layer in range(self.shape.layers) for extent in extents]

@@ -21,13 +21,13 @@ _THREADS: Final = 8
 
 
 class PinnedMemory:
-    """Pieces of PIECE_BYTES, at most enough for `most_bytes`. They stay until it is closed or let go."""
+    """Pieces of PIECE_BYTES, at most enough for max_bytes. The memory stays until it is closed or collected."""
 
-    def __init__(self, driver: MemoryDriver, most_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver, max_bytes: int) -> None:
         """`driver` is that of the device that copies."""
         self.pieces: list[Tensor] = []  # bytes
         self._driver = driver
-        size = max(1, -(-most_bytes // PIECE_BYTES)) * PIECE_BYTES
+        size = max(1, -(-max_bytes // PIECE_BYTES)) * PIECE_BYTES
         self._region = Arena(HostMemoryDriver(), size).reserve("pinned", size, PIECE_BYTES)
         self._memory = self._region.tensor()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="pinned")

@@ -35,11 +35,11 @@ class MemoryDriver(Protocol):
         ...
 
     def release(self, address: int, size: int) -> None:
-        """Of a range that `reserve` gave, without memory."""
+        """Gives back a range that `reserve` gave, which has no memory."""
         ...
 
     def map(self, address: int, size: int) -> int:
-        """Puts new memory there, whose contents are anything; gives its handle. Raises OutOfDeviceMemory."""
+        """Puts new memory there, whose contents are anything; returns its handle. Raises OutOfDeviceMemory."""
         ...
 
     def unmap(self, address: int, size: int, handles: list[int]) -> None:
@@ -62,21 +62,21 @@ class MemoryDriver(Protocol):
 
 
 class Arena:
-    """The memory of one model on one device, of which at most `most_bytes` are mapped at once."""
+    """The memory of one model on one device, of which at most `max_bytes` are mapped at once."""
 
-    def __init__(self, driver: MemoryDriver, most_bytes: int) -> None:
+    def __init__(self, driver: MemoryDriver, max_bytes: int) -> None:
         self.driver = driver
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self.mapped_bytes = 0
         self._reserved_bytes = 0
         self._regions: WeakSet[Region] = WeakSet()
 
     @classmethod
-    def of(cls, device: torch.device, most_bytes: int | None = None) -> "Arena":
+    def of(cls, device: torch.device, max_bytes: int | None = None) -> "Arena":
         """On a GPU at most all that it has; on a CPU at most so much, or what the system gives."""
         if device.type == "cuda":
-            return cls(CudaMemoryDriver(device), most_bytes or torch.cuda.mem_get_info(device)[1])
-        return cls(HostMemoryDriver(), most_bytes or ADDRESS_BYTES_MAX)
+            return cls(CudaMemoryDriver(device), max_bytes or torch.cuda.mem_get_info(device)[1])
+        return cls(HostMemoryDriver(), max_bytes or ADDRESS_BYTES_MAX)
 
     def reserve(self, name: str, size: int, piece_bytes: int) -> "Region":
         """Addresses for `size` bytes and what is missing to whole units, in pieces of which the last may be shorter.
@@ -94,9 +94,9 @@ class Arena:
 
     def take(self, name: str, size: int) -> None:
         """Accounts for memory about to be mapped. Raises OutOfDeviceMemory."""
-        if self.mapped_bytes + size > self.most_bytes:
+        if self.mapped_bytes + size > self.max_bytes:
             raise OutOfDeviceMemory(
-                f"{name}: {size} bytes more, where {self.mapped_bytes} of at most {self.most_bytes} are held"
+                f"{name}: {size} bytes more, where {self.mapped_bytes} of at most {self.max_bytes} are held"
             )
         self.mapped_bytes += size
 
@@ -115,7 +115,7 @@ class Arena:
             region.check()
         assert self.mapped_bytes == sum(region.mapped_bytes for region in regions), "mapped bytes that nobody has"
         assert self._reserved_bytes == sum(region.size for region in regions), "addresses that nobody has"
-        assert self.mapped_bytes <= self.most_bytes
+        assert self.mapped_bytes <= self.max_bytes
 
 
 class Region:
@@ -212,13 +212,13 @@ class Region:
 
 def contiguous_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """As ranges (first, last + 1)."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number:
-            found[-1] = (found[-1][0], number + 1)
+        if ranges and ranges[-1][1] == number:
+            ranges[-1] = (ranges[-1][0], number + 1)
         else:
-            found.append((number, number + 1))
-    return found
+            ranges.append((number, number + 1))
+    return ranges
 
 
 class HostMemoryDriver:
@@ -284,8 +284,8 @@ class CudaMemoryDriver:
         self._access = driver.CUmemAccessDesc()
         self._access.location = self._properties.location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.granularity = int(self._done(driver.cuMemGetAllocationGranularity(self._properties, least)))
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(self._done(driver.cuMemGetAllocationGranularity(self._properties, minimum)))
 
     def reserve(self, size: int) -> int:
         return int(self._done(self._driver.cuMemAddressReserve(size, 0, 0, 0)))
@@ -338,9 +338,9 @@ class CudaMemoryDriver:
 
 
 class _ArrayInterface:
-    """Memory as numpy and torch take it over. They keep this, and this keeps `owner`."""
+    """Memory as numpy and torch take it over: their arrays keep this, and this keeps `owner`."""
 
     def __init__(self, address: int, size: int, owner: object) -> None:
         self.owner = owner
-        told = {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
-        self.__array_interface__ = self.__cuda_array_interface__ = told
+        interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
+        self.__array_interface__ = self.__cuda_array_interface__ = interface

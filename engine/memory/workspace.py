@@ -37,18 +37,18 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """What it takes of the device when it is there."""
+        """What the workspace takes of the device when it is mapped."""
         return sum(region.size for region in self._segments)
 
     @property
     def segments(self) -> list[int]:
-        """Their bytes, in the order in which torch got them."""
+        """The segments' bytes, in the order in which torch got them."""
         return [region.size for region in self._segments]
 
     def grow(self, segments: Items[int]) -> None:
-        """Gets the large ones of these ahead, for the stream that is entered. Raises OutOfDeviceMemory.
+        """Gets the large ones of these segments ahead, for the stream that is entered. Raises OutOfDeviceMemory.
 
-        What is as large as a segment lies in one of its own, and leaves it to steps.
+        A tensor as large as a segment lies in one of its own, and leaves it to steps.
         """
         if self._segments.pool is None:
             return
@@ -126,9 +126,9 @@ class _Segments:
 
 
 def _pool(segments: _Segments) -> torch.cuda.MemPool:
-    """Torch's pool over them. It may call them for as long as the process lives, so they stay, empty in the end. The
-    pool stays with them where nobody closes it: torch ends the process if one goes while another is in use, as it may
-    when the collector comes."""
+    """Torch's pool over the segments. Torch may call them for as long as the process lives, so they stay, empty in
+    the end. The pool stays with them where nobody closes it: torch ends the process if a pool goes while another is
+    in use, as it may when the collector comes."""
     calls = _ALLOCATE(segments.allocate), _FREE(segments.free)
     for call in calls:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(call))

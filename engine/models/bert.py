@@ -87,7 +87,7 @@ class EncoderHead:
 
 @dataclass(frozen=True, slots=True)
 class EncoderParameters:
-    """All of an encoder. The three tables are added up for each token."""
+    """All parameters of an encoder. The three tables are added up for each token."""
 
     words: Tensor
     positions: Tensor
@@ -117,15 +117,15 @@ def assemble_encoder(config: EncoderConfig, tensors: dict[str, Tensor], beat: Ca
 
     layers = []
     for index in range(config.layers):
-        ours = f"layers.{index}."
+        prefix = f"layers.{index}."
         layers.append(
             EncoderLayer(
-                qkv=linear(f"{ours}qkv"),
-                output=linear(f"{ours}output"),
-                attention_norm=norm(f"{ours}attention_norm"),
-                up=linear(f"{ours}up", ACTIVATIONS[config.activation]),
-                down=linear(f"{ours}down"),
-                norm=norm(f"{ours}norm"),
+                qkv=linear(f"{prefix}qkv"),
+                output=linear(f"{prefix}output"),
+                attention_norm=norm(f"{prefix}attention_norm"),
+                up=linear(f"{prefix}up", ACTIVATIONS[config.activation]),
+                down=linear(f"{prefix}down"),
+                norm=norm(f"{prefix}norm"),
             )
         )
         beat()
@@ -160,8 +160,8 @@ class BertEncoder:
         positions_T = np.arange(len(texts.tokens_T), dtype=np.int32) - np.repeat(starts_S, lengths_S)
         types_T = _types(texts) if config.scores and config.types > 1 else np.zeros_like(positions_T)
         rows = ((parameters.words, texts.tokens_T), (parameters.types, types_T))
-        words_TH, types_TH = (table.index_select(0, self._there(index_T)).float() for table, index_T in rows)
-        positions_TH = parameters.positions.index_select(0, self._there(positions_T + config.first_position))
+        words_TH, types_TH = (table.index_select(0, self._on_device(index_T)).float() for table, index_T in rows)
+        positions_TH = parameters.positions.index_select(0, self._on_device(positions_T + config.first_position))
         return words_TH + types_TH + positions_TH.float()
 
     def _attend(self, qkv_TW: Tensor, groups: "list[_PaddedGroup]") -> Tensor:
@@ -175,23 +175,23 @@ class BertEncoder:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _pooled(self, x_TH: Tensor, texts: TextBatch) -> Tensor:
-        firsts_S = self._there(texts.starts_S1[:-1])
+        firsts_S = self._on_device(texts.starts_S1[:-1])
         if self._parameters.head is not None:
             head, dtype = self._parameters.head, self._parameters.words.dtype
             return head.score(head.pooler(x_TH.index_select(0, firsts_S).to(dtype))).float()
         vectors_SH = x_TH.index_select(0, firsts_S)
         means_S = np.flatnonzero(texts.poolings_S == POOLINGS.index(Pooling.MEAN))
         if len(means_S):
-            lengths_S = self._there(np.diff(texts.starts_S1))
+            lengths_S = self._on_device(np.diff(texts.starts_S1))
             means_SH = torch.segment_reduce(x_TH, "mean", lengths=lengths_S, axis=0)
-            vectors_SH[self._there(means_S)] = means_SH[self._there(means_S)]
+            vectors_SH[self._on_device(means_S)] = means_SH[self._on_device(means_S)]
         return vectors_SH
 
     def _norm(self, x_TH: Tensor, norm_2H: Tensor) -> Tensor:
         weight_H, bias_H = norm_2H
         return torch.nn.functional.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, self._config.norm_epsilon)
 
-    def _there(self, index: NDArray[np.integer]) -> Tensor:
+    def _on_device(self, index: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(index.astype(np.int64)).to(self._device, non_blocking=True)
 
 
@@ -207,7 +207,7 @@ class _PaddedGroup:
 
 
 def padded_length(length: int) -> int:
-    """What a text of this length is padded to for attention, whatever its company."""
+    """The length that a text is padded to for attention, whatever its company."""
     step = PAD_STEP if length <= PAD_STEP_FROM else PAD_STEP_FROM
     return -(-length // step) * step
 

@@ -61,7 +61,7 @@ class ModelConfig:
 
     @property
     def outputs(self) -> int:
-        """How many numbers a wanted row gives: a logit for each token, or a vector."""
+        """How many numbers a sampled row gives: a logit for each token, or a vector."""
         return self.hidden if self.vectors else self.vocabulary
 
 
@@ -72,8 +72,8 @@ _FAMILY_THETA: Final = 10_000.0
 
 
 def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
-    """The folder's config.json, with stop ids from generation_config.json where it has them; without its head where it
-    is to give vectors. Raises ConfigError."""
+    """Reads the folder's config.json, with stop ids from generation_config.json where it has them; without its head
+    where the model is to give vectors. Raises ModelConfigError."""
     config = read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
@@ -87,7 +87,8 @@ def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
 
 
 def parse_decoder_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
-    """Raises ConfigError for an architecture, an activation, a rope kind or a size that this engine does not run."""
+    """Raises ModelConfigError for an architecture, an activation, a rope kind or a size that this engine does not
+    run."""
     architecture = _architecture(config)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
@@ -192,7 +193,7 @@ def _stop_ids(stop: int | list[int] | None, vocabulary: int) -> tuple[int, ...]:
 
 
 def positive_entry(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
-    """Raises ConfigError where the entry is anything else, or missing without a default."""
+    """Raises ModelConfigError where the entry is anything else, or missing without a default."""
     value = config.get(entry)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -201,7 +202,7 @@ def positive_entry(config: Mapping[str, Any], entry: str, default: int | None = 
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Raises ModelConfigError."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

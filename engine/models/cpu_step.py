@@ -49,7 +49,7 @@ class AttentionGroup:
 
 
 class CpuStep:
-    """A batch on its way through the layers (decoder.Step): tensors made once and used by each layer.
+    """A step on its way through the layers (a ForwardStep): tensors made once and used by each layer.
 
     Making it costs some 100 µs and, per chunk, a mask of its tokens × context.
     """

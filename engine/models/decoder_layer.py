@@ -68,8 +68,8 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class DecoderParameters:
-    """All of a decoder: `embedding` is [vocabulary, hidden], on a GPU in 12 bits a number where its file has it so;
-    `head` multiplies to the vocabulary where there is one."""
+    """All parameters of a decoder: `embedding` is [vocabulary, hidden], on a GPU in 12 bits a number where its file
+    has it so; `head` multiplies to the vocabulary where there is one."""
 
     embedding: Tensor | Bf12Weight
     layers: list[DecoderLayer]

@@ -51,18 +51,19 @@ class EncoderConfig:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether the folder's config.json names one of ARCHITECTURES. Raises ConfigError where there is none."""
+    """Whether the folder's config.json names one of ENCODER_ARCHITECTURES. Raises ModelConfigError where there is
+    none."""
     named = read_json(folder / "config.json").get("architectures") or []
     return bool(named) and named[0] in ENCODER_ARCHITECTURES
 
 
 def read_encoder_config(folder: Path) -> EncoderConfig:
-    """Raises ConfigError."""
+    """Raises ModelConfigError."""
     return parse_encoder_config(read_json(folder / "config.json"))
 
 
 def parse_encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """Raises ConfigError for what this engine does not run, and says what would do."""
+    """Raises ModelConfigError for what this engine does not run, and says what would do."""
     named = config.get("architectures") or []
     if len(named) != 1 or named[0] not in ENCODER_ARCHITECTURES:
         raise ModelConfigError(

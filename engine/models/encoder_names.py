@@ -15,7 +15,7 @@ _HEADS: Final = ("cls.", "lm_head.")  # of what they were trained with
 
 
 def encoder_prefix(names: Container[str]) -> str:
-    """What stands before the encoder's own names among these. Raises ConfigError where they are no encoder's."""
+    """The prefix of the encoder's own names among these. Raises ModelConfigError where the names are no encoder's."""
     for prefix in _PREFIXES:
         if prefix + "embeddings.word_embeddings.weight" in names:
             return prefix
@@ -48,16 +48,16 @@ def is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> b
     return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_HEADS)
 
 
-def _layer(config: EncoderConfig, theirs: str, ours: str) -> list[ParameterEntry]:
+def _layer(config: EncoderConfig, source: str, prefix: str) -> list[ParameterEntry]:
     hidden, inner = config.hidden, config.intermediate
-    heads = [f"{theirs}attention.self.{which}" for which in ("query", "key", "value")]
+    heads = [f"{source}attention.self.{which}" for which in ("query", "key", "value")]
     return [
-        *_linear(f"{ours}qkv", heads, hidden, hidden),
-        *_linear(f"{ours}output", [f"{theirs}attention.output.dense"], hidden, hidden),
-        _norm(f"{ours}attention_norm", f"{theirs}attention.output.LayerNorm", hidden),
-        *_linear(f"{ours}up", [f"{theirs}intermediate.dense"], hidden, inner),
-        *_linear(f"{ours}down", [f"{theirs}output.dense"], inner, hidden),
-        _norm(f"{ours}norm", f"{theirs}output.LayerNorm", hidden),
+        *_linear(f"{prefix}qkv", heads, hidden, hidden),
+        *_linear(f"{prefix}output", [f"{source}attention.output.dense"], hidden, hidden),
+        _norm(f"{prefix}attention_norm", f"{source}attention.output.LayerNorm", hidden),
+        *_linear(f"{prefix}up", [f"{source}intermediate.dense"], hidden, inner),
+        *_linear(f"{prefix}down", [f"{source}output.dense"], inner, hidden),
+        _norm(f"{prefix}norm", f"{source}output.LayerNorm", hidden),
     ]
 
 

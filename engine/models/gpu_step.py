@@ -28,9 +28,8 @@ from engine.step.attention_plan import AttentionLayout
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """What outlives a graph: the packed step with its tiles, the sum of its rows and their last attention, and the
-    tokens sampled from them, to which those of the next step may point, with the masks that say which may be; or the
-    vectors that they became."""
+    """Memory that outlives a graph: the packed step with its attention plan, the sum of its rows and their last
+    attention; the tokens sampled from them, to which the next step may point, with their masks, or their vectors."""
 
     words: Tensor  # int32
     sum_TH: Tensor  # float32
@@ -71,7 +70,7 @@ class StepBuffers:
         )
 
     def renew(self) -> None:
-        """Queues what makes it as new, whatever lies in its memory."""
+        """Queues what makes the buffers as new, whatever lies in their memory."""
         scratch = self.scratch
         for tensor in (
             self.words, self.sum_TH, self.attended_TW, self.sampled_R, self.masks_RW, self.vectors_RH,
@@ -83,8 +82,8 @@ class StepBuffers:
 
 
 class GpuStep:
-    """The step in the space's words, on its way through the layers (decoder.Step) in a bucket of `rows` rows: those of
-    the step for its body, the wanted ones for its head. `wide` says whether it may have wide tiles."""
+    """The step in the buffers' words, on its way through the layers (a ForwardStep) in a bucket of `rows` rows:
+    those of the step for its body, the sampled ones for its head. `wide` says whether it may have wide tiles."""
 
     def __init__(
         self, config: ModelConfig, space: StepBuffers, pool: KVPool, rows: int, dtype: torch.dtype, wide: bool = False

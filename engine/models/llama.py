@@ -1,6 +1,6 @@
 """A decoder-only transformer: embedding, layers, norm, head. Plain maths over a packed step.
 
-It does not know where the step's rows and keys lie, nor what computes them: that is the Step's business.
+It does not know where the step's rows and keys lie, nor what computes them: a ForwardStep does.
 
 T rows of the step, R rows whose logits are wanted, H hidden size, V vocabulary.
 """
@@ -20,7 +20,7 @@ from engine.models.decoder_layer import DecoderLayer, DecoderParameters
 class ForwardStep(Protocol):
     """A packed step on its way through the layers, on some device: a sum of T rows in float32, and what is done to it.
 
-    What a linear layer gives need not be summed up yet (device.py): it is only ever handed on to the step.
+    What a linear layer gives need not be summed up yet (gpu_step.py): it is only ever handed on to the step.
     """
 
     def embed(self, embedding: Tensor | Bf12Weight) -> None:
@@ -52,7 +52,8 @@ class LlamaDecoder:
         self.parameters = parameters
 
     def body(self, step: ForwardStep, beat: Callable[[], None]) -> None:
-        """All that writes K and V: every layer, the last one as far as its attention. Calls `beat` after each."""
+        """Computes all that writes K and V: every layer, the last one as far as its attention. Calls `beat` after
+        each."""
         step.embed(self.parameters.embedding)
         added, last = None, len(self.parameters.layers) - 1
         for index, layer in enumerate(self.parameters.layers):

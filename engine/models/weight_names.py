@@ -29,7 +29,7 @@ class ParameterEntry:
 
 
 def decoder_prefix(names: Container[str]) -> str:
-    """What stands before a decoder's names among these: nothing where it was stored without its head."""
+    """The prefix of a decoder's names among these: empty where it was stored without its head."""
     return "" if "embed_tokens.weight" in names else _PREFIX
 
 
@@ -55,22 +55,23 @@ def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> ParameterEn
     return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources))
 
 
-def _layer(config: ModelConfig, theirs: str, ours: str) -> list[ParameterEntry]:
+def _layer(config: ModelConfig, source: str, prefix: str) -> list[ParameterEntry]:
     hidden, inner, head = config.hidden, config.intermediate, config.head_dim
     q, kv = config.heads * head, config.kv_heads * head
-    attention = [(theirs + "self_attn.q_proj", q), (theirs + "self_attn.k_proj", kv), (theirs + "self_attn.v_proj", kv)]
-    gated = [(theirs + "mlp.gate_proj", inner), (theirs + "mlp.up_proj", inner)]
+    attention = [(source + "self_attn.q_proj", q), (source + "self_attn.k_proj", kv), (source + "self_attn.v_proj", kv)]
+    gated = [(source + "mlp.gate_proj", inner), (source + "mlp.up_proj", inner)]
 
-    table = [_entry(ours + "attention_norm", (theirs + "input_layernorm.weight", (hidden,)))]
-    table += _linear(ours + "qkv", attention, hidden, config.qkv_bias)
+    table = [_entry(prefix + "attention_norm", (source + "input_layernorm.weight", (hidden,)))]
+    table += _linear(prefix + "qkv", attention, hidden, config.qkv_bias)
     if config.qk_norm:
         table += [
-            _entry(ours + f"{which}_norm", (theirs + f"self_attn.{which}_norm.weight", (head,))) for which in ("q", "k")
+            _entry(prefix + f"{which}_norm", (source + f"self_attn.{which}_norm.weight", (head,)))
+            for which in ("q", "k")
         ]
-    table += _linear(ours + "output", [(theirs + "self_attn.o_proj", hidden)], q, config.output_bias)
-    table.append(_entry(ours + "mlp_norm", (theirs + "post_attention_layernorm.weight", (hidden,))))
-    table += _linear(ours + "gate_up", gated, hidden, config.mlp_bias)
-    table += _linear(ours + "down", [(theirs + "mlp.down_proj", hidden)], inner, config.mlp_bias)
+    table += _linear(prefix + "output", [(source + "self_attn.o_proj", hidden)], q, config.output_bias)
+    table.append(_entry(prefix + "mlp_norm", (source + "post_attention_layernorm.weight", (hidden,))))
+    table += _linear(prefix + "gate_up", gated, hidden, config.mlp_bias)
+    table += _linear(prefix + "down", [(source + "mlp.down_proj", hidden)], inner, config.mlp_bias)
     return table
 
 

@@ -193,7 +193,7 @@ class Replica:
         for owner, outputs in self._scheduler.intake.outputs.take().items():
             changed = changed or bool(outputs.started or outputs.finished)
             if self._tracer is not None:
-                self._tracer.told(owner, outputs)
+                self._tracer.observe(owner, outputs)
             if owner in self._connections:
                 self._send(self._connections[owner], encode_frame(outputs))
         for sequence, reject in self._scheduler.intake.waiting.take_rejects():

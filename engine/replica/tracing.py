@@ -90,8 +90,8 @@ class ReplicaTracer:
             named = choice if submit.n > 1 else None
             journeys[submit.id + choice] = _SequenceTrace(parent, named, prompt_tokens, now)
 
-    def told(self, owner: int, progress: StepOutputs) -> None:
-        """This is what the connection is told now."""
+    def observe(self, owner: int, progress: StepOutputs) -> None:
+        """Notes outputs that are sent to a connection now."""
         journeys = self._journeys.get(owner)
         if journeys is None:
             return
@@ -157,16 +157,16 @@ class ReplicaTracer:
             span.end(max(begin, end))
 
     def _attributes(self, journey: _SequenceTrace, name: str, reason: FinishReason | None) -> dict[str, AttributeValue]:
-        said: dict[str, AttributeValue] = {"gen_ai.request.model": self._model}
+        attributes: dict[str, AttributeValue] = {"gen_ai.request.model": self._model}
         if journey.choice is not None:
-            said["hearth.choice"] = journey.choice
+            attributes["hearth.choice"] = journey.choice
         if name == "replica.prefill":
-            said["gen_ai.usage.input_tokens"] = journey.prompt_tokens
-            said["gen_ai.usage.cache_read.input_tokens"] = journey.cached_tokens
+            attributes["gen_ai.usage.input_tokens"] = journey.prompt_tokens
+            attributes["gen_ai.usage.cache_read.input_tokens"] = journey.cached_tokens
         if reason is not None:
-            said["gen_ai.usage.output_tokens"] = journey.completion_tokens
-            said["gen_ai.response.finish_reasons"] = [str(reason)]
-        return said
+            attributes["gen_ai.usage.output_tokens"] = journey.completion_tokens
+            attributes["gen_ai.response.finish_reasons"] = [str(reason)]
+        return attributes
 
 
 def open_tracer(spec: ReplicaSpec) -> ReplicaTracer:

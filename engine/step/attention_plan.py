@@ -71,7 +71,8 @@ class AttentionPlan:
 
 
 def plan_attention(packed: Int32s, batch: StepBatch, layout: AttentionLayout) -> AttentionPlan:
-    """The tiles of a packed step; writes its spare header words. Costs about 0.1 ms, and 1 µs per entry."""
+    """Plans the attention of a packed step, and writes its spare header words. Costs about 0.1 ms, and 1 µs per
+    entry."""
     assert len(layout.windows) <= WINDOWS_MAX
     parts: list[Int32s] = []
     at, wide = len(packed), False
@@ -88,7 +89,7 @@ def plan_attention(packed: Int32s, batch: StepBatch, layout: AttentionLayout) ->
 @dataclass(frozen=True, slots=True)
 class _Wide:
     """Wide entries before they are divided: entry e stacks rows_M[starts_E[e] :] of the step, counts_E[e] of them.
-    Those of prompts come first, and no row of theirs is in two."""
+    Rows of prompts come first, and none of them is in two entries."""
 
     rows_M: NDArray[np.int64]
     counts_E: NDArray[np.int64]
@@ -141,12 +142,12 @@ class _Work:
         self._lay(contexts, firsts, divisions, wide, wide_divisions, slots_T)
 
     def _wide_entries(self) -> _Wide:
-        batch, most = self._batch, self._layout.wide_rows
+        batch, wide_rows = self._batch, self._layout.wide_rows
         starts, ends = batch.query_starts_S1[self._prompts], batch.query_starts_S1[self._prompts + 1]
-        owner_E = np.repeat(np.arange(len(starts)), -(-(ends - starts) // most))
+        owner_E = np.repeat(np.arange(len(starts)), -(-(ends - starts) // wide_rows))
         nth_E = np.arange(len(owner_E)) - np.searchsorted(owner_E, owner_E)
-        low_E = starts[owner_E].astype(np.int64) + nth_E * most
-        count_E = np.minimum(most, ends[owner_E] - low_E)
+        low_E = starts[owner_E].astype(np.int64) + nth_E * wide_rows
+        count_E = np.minimum(wide_rows, ends[owner_E] - low_E)
         first_E = np.zeros_like(low_E)
         if self._window is not None:
             first_E = np.maximum(0, batch.positions_T[low_E].astype(np.int64) + 1 - self._window)
@@ -158,7 +159,7 @@ class _Work:
         for index, first, last, end in self._segments.tolist():
             members = batch.query_starts_S1[batch.members_M[begin:end]].astype(np.int64)
             rows.append(members)
-            counts = [min(most, len(members) - low) for low in range(0, len(members), most)]
+            counts = [min(wide_rows, len(members) - low) for low in range(0, len(members), wide_rows)]
             table.append(np.array([(count, index, first, last, 0) for count in counts], np.int64))
             begin = end
         return _Wide(np.concatenate(rows), *np.concatenate(table).T)
@@ -235,7 +236,7 @@ class _Work:
         return entries[_order(entries[:, 3] - entries[:, 2], self._narrow_programs, self._layout)]
 
     def words(self, at: int) -> Int32s:
-        """Everything, to lie from word `at` on."""
+        """All entries as int32 words that begin at word `at`."""
         wide_at = at + HEAD_WORDS + self._narrow.size
         members_at = wide_at + self._wide.size
         merge_at = members_at + self._members.size
@@ -262,17 +263,17 @@ def _divisions(keys_E: NDArray[np.int64], span: int) -> NDArray[np.int64]:
     return np.maximum(1, (keys_E + span // 2) // span)
 
 
-def _span(keys_E: NDArray[np.int64], programs: int, least: int, waves_tried: Items[int]) -> int:
-    """About how many keys an entry is to have, so that the program with most work has least; `programs` for each KV
-    head. Even lengths are best not divided more than they must be, uneven ones more finely."""
+def _span(keys_E: NDArray[np.int64], programs: int, min_span: int, waves_tried: Items[int]) -> int:
+    """About how many keys an entry is to have, so that the busiest program has as little work as it can; `programs`
+    for each KV head. Even lengths are best not divided more than they must be, uneven ones more finely."""
     if not len(keys_E):
-        return least
+        return min_span
     programs = max(1, programs)
     if keys_E.max() <= _EVEN * keys_E.min():
         waves_tried = waves_tried[:1]
     best, best_load = 0, float("inf")
     for waves in waves_tried:
-        span = max(least, -(-int(keys_E.sum()) // (programs * waves)))
+        span = max(min_span, -(-int(keys_E.sum()) // (programs * waves)))
         parts_E = _divisions(keys_E, span)
         loads = np.repeat(keys_E / parts_E + _ENTRY_KEYS, parts_E)
         load = _heaviest(-np.sort(-loads), programs)
@@ -282,7 +283,7 @@ def _span(keys_E: NDArray[np.int64], programs: int, least: int, waves_tried: Ite
 
 
 def _heaviest(loads_E: NDArray[np.float64], programs: int) -> float:
-    """The work of the program that has most, of entries in descending order as `_order` deals them out."""
+    """The work of the busiest program, for entries in descending order as `_order` deals them out."""
     load_P = np.zeros(programs)
     for wave, first in enumerate(range(0, len(loads_E), programs)):
         dealt = loads_E[first : first + programs]

@@ -1,4 +1,4 @@
-"""What a step takes on a device, as measured when its runner opened. The scheduler plans by it; it knows no kernels."""
+"""What a step takes on a device, as measured when its model opened. The scheduler plans by it; it knows no kernels."""
 
 from bisect import bisect_left
 from dataclasses import dataclass

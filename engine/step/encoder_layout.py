@@ -32,7 +32,7 @@ class TextBatch:
 
 
 def pack_texts(texts: Items[Items[int] | Int32s], poolings: Items[Pooling]) -> Int32s:
-    """The texts' step as one array that `unpack` reads; nothing of it is shared with the texts."""
+    """Packs the texts' step into one array that `unpack_texts` reads; nothing of it is shared with the texts."""
     assert texts, "a step without texts"
     assert len(texts) == len(poolings)
     count, lengths = len(texts), [len(text) for text in texts]

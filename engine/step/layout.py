@@ -12,7 +12,7 @@ address alone. Floats travel as their bits.
     sampling_Rx12 | history_starts_R+1 | history_H | bias_starts_R+1 | bias_ids_B | bias_values_B |
     own_starts_S | segments_Gx4 | members_M
 
-A token −1−r, among the tokens and in the history, is the one that row r of the flight before this one sampled: a step
+A token −1−r, among the tokens and in the history, is the one that row r of the step before this one sampled: a step
 may be packed and launched while that is still being computed. What a masked row may become is told by a bit mask that
 comes later, when the tokens before it are known: bit (id % 32) of word (id ÷ 32) is 1 where a token is allowed.
 
@@ -73,7 +73,7 @@ class SequenceSlice(msgspec.Struct, frozen=True):
     """A run of one sequence's tokens in a step.
 
     tokens      the ids to compute, positions start … start+len−1; all KV before `start` is already written, or is by
-                the flight before. The last may be −1−r: what row r of that flight samples.
+                the step before. The last may be −1−r: what row r of that step samples.
     blocks      the sequence's block table, covering at least start+len(tokens) positions.
     sampling    None while the prompt is not finished; else how to sample the token after the last one.
     history     (ids of prompt and output so far, number of them that are prompt) where penalties need them; a token
@@ -184,12 +184,12 @@ class StepBatch:
 
     @property
     def logprobs_R(self) -> Int32s:
-        """How many alternatives to report; −1 where none were asked for."""
+        """How many alternatives to report; −1 where a row asks for none."""
         return self.sampling_R12[:, 10]
 
     @property
     def masks_R(self) -> Int32s:
-        """Which of the step's masks holds for the row, they are in the order of their rows; −1 where none does."""
+        """Which of the step's masks applies to each row; masks are in the order of their rows. −1 where none does."""
         return self.sampling_R12[:, _MASK]
 
     @property
@@ -220,7 +220,7 @@ def _sampling_words(sampling: SamplingParams) -> bytes:
 
 
 def pack_step(slices: Items[SequenceSlice], block_tokens: int, segments: Items[PrefixSegment] = ()) -> Int32s:
-    """The slices' step as one array that `unpack` reads; nothing of it is shared with the slices.
+    """Packs the slices' step into one array that `unpack_step` reads; nothing of it is shared with the slices.
 
     Rows to sample keep the order of their slices. Costs a few microseconds per slice and a copy of its table.
     """
@@ -312,7 +312,7 @@ def _lengths(counts: Items[int]) -> list[int]:
 def unpack_step(packed: Int32s) -> StepBatch:
     """Views of a packed array (int32, contiguous); the result holds as long as the array is not written.
 
-    What follows the last section is not looked at.
+    Words behind the last section are ignored.
     """
     assert packed.dtype == np.int32
     assert packed.ndim == 1

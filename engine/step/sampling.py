@@ -68,7 +68,7 @@ def _add_biases(logits_V: Floats, batch: StepBatch, row: int) -> None:
 
 
 def _penalise(logits_V: Floats, batch: StepBatch, row: int) -> None:
-    """Repetition counts prompt and output, frequency and presence the output alone."""
+    """Applies penalties: repetition counts prompt and output, frequency and presence the output alone."""
     first, last = batch.history_starts_R1[row], batch.history_starts_R1[row + 1]
     if first == last:
         return
@@ -82,7 +82,7 @@ def _penalise(logits_V: Floats, batch: StepBatch, row: int) -> None:
 
 
 def _forbid(logits_RV: Floats, batch: StepBatch, masks_MW: Int32s) -> None:
-    """−∞ for what a row's mask does not allow."""
+    """Sets logits to −∞ where a row's mask does not allow the token."""
     rows = np.flatnonzero(batch.masks_R >= 0)
     assert len(rows) == len(masks_MW), "as many masks as masked rows"
     for row, mask_W in zip(rows.tolist(), masks_MW, strict=True):
@@ -93,32 +93,33 @@ def _forbid(logits_RV: Floats, batch: StepBatch, masks_MW: Int32s) -> None:
 def _draw(logits_V: Floats, batch: StepBatch, row: int) -> int:
     scaled_V = logits_V / max(batch.temperature_R[row], np.float32(_TEMPERATURE_MIN))
     seed, position = int(batch.seed_R[row]), int(batch.sample_position_R[row])
-    least, key = np.float32(-np.inf), _key(seed, position)
+    threshold, key = np.float32(-np.inf), _key(seed, position)
     min_p, top_k, top_p = float(batch.min_p_R[row]), int(batch.top_k_R[row]), float(batch.top_p_R[row])
     best = int(scaled_V.argmax())
     if min_p > 0:
-        least = scaled_V[best] + np.float32(math.log(min_p))
+        threshold = scaled_V[best] + np.float32(math.log(min_p))
     ids_C: Ids
     if 0 < top_k < len(scaled_V) or top_p < 1:
-        ids_C = _filter(scaled_V, least, top_k, top_p)
+        ids_C = _filter(scaled_V, threshold, top_k, top_p)
     else:
         # Whatever cannot beat the likeliest token's score even with the greatest noise is left out beforehand.
         bound = scaled_V[best] + gumbel_noise(key, np.array([best]))[0] - np.float32(_NOISE_MAX)
-        ids_C = np.flatnonzero(scaled_V >= max(bound, least))
+        ids_C = np.flatnonzero(scaled_V >= max(bound, threshold))
     return int(ids_C[(scaled_V[ids_C] + gumbel_noise(key, ids_C)).argmax()])
 
 
-def _filter(scaled_V: Floats, least: np.float32, top_k: int, top_p: float) -> Ids:
-    """The ids that min_p, top_k and top_p leave, in order of their ids. Of equal logits the lower id is kept first."""
-    kept = int((scaled_V >= least).sum())
+def _filter(scaled_V: Floats, threshold: np.float32, top_k: int, top_p: float) -> Ids:
+    """The ids that min_p, top_k and top_p leave, in order of their ids. Between equal logits the lower id comes
+    first."""
+    candidates = int((scaled_V >= threshold).sum())
     if top_k > 0:
-        kept = min(kept, top_k)
+        candidates = min(candidates, top_k)
     if top_p >= 1:
-        return np.sort(_best(scaled_V, kept))
-    whole = _log_sum(scaled_V[_best(scaled_V, kept)] if top_k > 0 else scaled_V[scaled_V >= least])
-    for count in (min(kept, _SORTED_FIRST), kept):
+        return np.sort(_best(scaled_V, candidates))
+    log_total = _log_sum(scaled_V[_best(scaled_V, candidates)] if top_k > 0 else scaled_V[scaled_V >= threshold])
+    for count in (min(candidates, _SORTED_FIRST), candidates):
         ids_C = _best(scaled_V, count)
-        reached_C = np.cumsum(np.exp(scaled_V[ids_C].astype(np.float64) - whole))
+        reached_C = np.cumsum(np.exp(scaled_V[ids_C].astype(np.float64) - log_total))
         if reached_C[-1] >= top_p:
             break
     return np.sort(ids_C[: 1 + int(np.searchsorted(reached_C, top_p))])
@@ -141,9 +142,9 @@ def _log_sum(values: Floats) -> float:
 
 def _report(raw_V: Floats, token: int, alternatives: int) -> tuple[float, list[int], list[float]]:
     """(the token's log probability, the most likely ids, their log probabilities)."""
-    whole = _log_sum(raw_V)
+    log_total = _log_sum(raw_V)
     ids_C = _best(raw_V, alternatives) if alternatives else np.empty(0, np.int64)
-    return float(raw_V[token]) - whole, ids_C.tolist(), (raw_V[ids_C].astype(np.float64) - whole).tolist()
+    return float(raw_V[token]) - log_total, ids_C.tolist(), (raw_V[ids_C].astype(np.float64) - log_total).tolist()
 
 
 def _key(seed: int, position: int) -> int:

@@ -382,8 +382,8 @@ def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> 
     arena = device.paged._weights.arena
     device.sleeper.sleep(kept)
     asleep = device.sleeper.usage()
-    for most_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * device.paged.layout.extent_bytes):
-        with patch.object(arena, "most_bytes", most_bytes), pytest.raises(OutOfDeviceMemory, match="at most"):
+    for max_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * device.paged.layout.extent_bytes):
+        with patch.object(arena, "max_bytes", max_bytes), pytest.raises(OutOfDeviceMemory, match="at most"):
             device.sleeper.wake([0, 1, 2, 3], [0, 1, 2])
         assert (arena.mapped_bytes, device.paged.pool.mapped, device.sleeper.usage()) == (0, [], asleep)
         arena.check()
@@ -404,9 +404,9 @@ def test_what_came_back_in_vain_is_zeroed_before_its_memory_is_given_back(tmp_pa
         seen.append(bool(contents(device, [0]).any()))
         unmap(extents)
 
-    most_bytes = device.sleeper.usage().weights_bytes + 2 * device.paged.layout.extent_bytes
+    max_bytes = device.sleeper.usage().weights_bytes + 2 * device.paged.layout.extent_bytes
     with (
-        patch.object(arena, "most_bytes", most_bytes),
+        patch.object(arena, "max_bytes", max_bytes),
         patch.object(device.paged.pool, "unmap", unmapping),
         pytest.raises(OutOfDeviceMemory),
     ):

@@ -25,30 +25,30 @@ def spec(kv_bytes: int | None = None) -> ModelSpec:
 
 
 def test_the_pool_takes_the_room_there_is_and_no_more_than_all_sequences_need() -> None:
-    assert kv_blocks(spec(), SHAPE, 160, 64, room=99 * BLOCK + 5, free=200 * BLOCK) == 99
-    assert kv_blocks(spec(), SHAPE, 160, 4, room=99 * BLOCK, free=200 * BLOCK) == 40
+    assert kv_blocks(spec(), SHAPE, 160, 64, room_bytes=99 * BLOCK + 5, free_bytes=200 * BLOCK) == 99
+    assert kv_blocks(spec(), SHAPE, 160, 4, room_bytes=99 * BLOCK, free_bytes=200 * BLOCK) == 40
 
 
 def test_one_context_gets_its_blocks_where_they_are_free() -> None:
-    assert kv_blocks(spec(), SHAPE, 160, 64, room=3 * BLOCK, free=10 * BLOCK) == 10
+    assert kv_blocks(spec(), SHAPE, 160, 64, room_bytes=3 * BLOCK, free_bytes=10 * BLOCK) == 10
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_one_that_would() -> None:
     with pytest.raises(DoesNotFit, match="set context_tokens to at most 144"):
-        kv_blocks(spec(), SHAPE, 160, 64, room=3 * BLOCK, free=10 * BLOCK - 1)
+        kv_blocks(spec(), SHAPE, 160, 64, room_bytes=3 * BLOCK, free_bytes=10 * BLOCK - 1)
 
 
 def test_where_nothing_is_free_no_context_is_advised() -> None:
     with pytest.raises(DoesNotFit, match="a device with more memory"):
-        kv_blocks(spec(), SHAPE, 160, 64, room=-5, free=-5)
+        kv_blocks(spec(), SHAPE, 160, 64, room_bytes=-5, free_bytes=-5)
 
 
 def test_kv_bytes_are_kept_to() -> None:
-    assert kv_blocks(spec(7 * BLOCK + 1), SHAPE, 160, 64, room=0, free=7 * BLOCK) == 7
+    assert kv_blocks(spec(7 * BLOCK + 1), SHAPE, 160, 64, room_bytes=0, free_bytes=7 * BLOCK) == 7
     with pytest.raises(DoesNotFit, match="less than one block"):
-        kv_blocks(spec(BLOCK - 1), SHAPE, 160, 64, room=BLOCK, free=BLOCK)
+        kv_blocks(spec(BLOCK - 1), SHAPE, 160, 64, room_bytes=BLOCK, free_bytes=BLOCK)
     with pytest.raises(DoesNotFit, match="more than the"):
-        kv_blocks(spec(9 * BLOCK), SHAPE, 160, 64, room=BLOCK, free=8 * BLOCK)
+        kv_blocks(spec(9 * BLOCK), SHAPE, 160, 64, room_bytes=BLOCK, free_bytes=8 * BLOCK)
 
 
 def pool_of(extents: int) -> KVPool:
@@ -71,11 +71,11 @@ def test_no_more_is_kept_than_one_asks_for_or_wakes_with_and_public_prefixes_alw
 def test_a_pool_opens_with_the_extents_that_there_is_room_for() -> None:
     pool = pool_of(20)
     size = pool.extent_bytes
-    assert initial_extents(spec(), pool, 160, room=7 * size + 5, free=9 * size) == 7
-    assert initial_extents(spec(), pool, 160, room=99 * size, free=99 * size) == 20
-    assert initial_extents(spec(), pool, 160, room=-5, free=9 * size) == 3, "of one context's ten blocks"
+    assert initial_extents(spec(), pool, 160, room_bytes=7 * size + 5, free_bytes=9 * size) == 7
+    assert initial_extents(spec(), pool, 160, room_bytes=99 * size, free_bytes=99 * size) == 20
+    assert initial_extents(spec(), pool, 160, room_bytes=-5, free_bytes=9 * size) == 3, "of one context's ten blocks"
     with pytest.raises(DoesNotFit, match="one context of 160 tokens"):
-        initial_extents(spec(), pool, 160, room=0, free=3 * size - 1)
+        initial_extents(spec(), pool, 160, room_bytes=0, free_bytes=3 * size - 1)
 
 
 def test_the_least_is_one_context_beside_what_is_published() -> None:

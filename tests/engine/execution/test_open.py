@@ -389,3 +389,20 @@ def test_without_memory_it_neither_wakes_nor_sleeps_and_is_as_before(
             runner.sleeper.wake([0], [])
     runner.sleeper.wake([0], [])
     assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected
+
+
+def test_closing_gives_everything_back_once(folders: dict[str, Path]) -> None:
+    model = open_small(folders["qwen3"])
+    assert model.sleeper.usage().device_bytes > 0
+    for _ in range(2):
+        model.close()
+        assert (model.sleeper.usage().device_bytes, model.paged.mapped) == (0, [])
+    with pytest.raises(AssertionError, match="asleep"):
+        model.executor.launch(pack_step([SequenceSlice([1], 0, [0])], BLOCK_TOKENS))
+
+
+def test_masks_of_another_vocabulary_are_refused(folders: dict[str, Path]) -> None:
+    model = open_small(folders["qwen3"])
+    step = model.executor.launch(pack_step([SequenceSlice([1], 0, [0], GREEDY, masked=True)], BLOCK_TOKENS))
+    with pytest.raises(AssertionError, match="another vocabulary"):
+        model.sampler.sample(step, np.full((1, 4), -1, np.int32))

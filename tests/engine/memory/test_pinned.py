@@ -37,7 +37,7 @@ def test_each_piece_is_registered_as_long_as_it_lives() -> None:
     assert memory.bytes == 3 * PIECE_BYTES
     assert not any(piece.any() for piece in pieces)
     with pytest.raises(AssertionError):
-        memory.grow()  # most_bytes are there
+        memory.grow()  # max_bytes are there
     del pieces, memory
     gc.collect()
     assert driver.registered == {}

@@ -50,15 +50,15 @@ class Told:
         self.traces.accepted(owner, Submit(id, packed, SCOPE, SamplingParams(), 9, n=n, traceparent=traceparent))
 
     def start(self, id: int, waited_ms: float = 0.0, cached_tokens: int = 0) -> None:
-        self.traces.told(1, StepOutputs([], [], b"", started=[SequenceStarted(id, cached_tokens, waited_ms)]))
+        self.traces.observe(1, StepOutputs([], [], b"", started=[SequenceStarted(id, cached_tokens, waited_ms)]))
 
     def tokens(self, *ids: int, finish: FinishReason | None = None) -> None:
         ended = [] if finish is None else [SequenceFinished(id, finish, 1, "said in words") for id in ids]
         packed = array("I", [4_242_429] * len(ids)).tobytes()
-        self.traces.told(1, StepOutputs(list(ids), [1] * len(ids), packed, finished=ended))
+        self.traces.observe(1, StepOutputs(list(ids), [1] * len(ids), packed, finished=ended))
 
     def finish(self, id: int, reason: FinishReason) -> None:
-        self.traces.told(1, StepOutputs([], [], b"", finished=[SequenceFinished(id, reason, 0, "said in words")]))
+        self.traces.observe(1, StepOutputs([], [], b"", finished=[SequenceFinished(id, reason, 0, "said in words")]))
 
     def spans(self) -> Sequence[ReadableSpan]:
         self.traces.close()

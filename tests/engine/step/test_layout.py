@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from engine.protocol.types import SamplingParams
-from engine.step.layout import HEADER_WORDS, OFFSET_WORD, SequenceSlice, StepBatch, pack_step, unpack_step
+from engine.step.layout import (
+    HEADER_WORDS,
+    OFFSET_WORD,
+    ExecutorLimits,
+    SequenceSlice,
+    StepBatch,
+    check_step,
+    pack_step,
+    unpack_step,
+)
 
 BLOCK_TOKENS = 4
 PLAIN = SamplingParams()
@@ -124,3 +133,26 @@ def test_truncated_array_is_refused() -> None:
 def test_slice_that_its_table_cannot_hold_is_refused(bad: SequenceSlice) -> None:
     with pytest.raises(AssertionError):
         pack_step([SequenceSlice([1], 0, [0], PLAIN), bad], BLOCK_TOKENS)
+
+
+LIMITS = ExecutorLimits(
+    context_tokens=64, vocabulary=100, blocks=8, step_tokens=32, prompt_step_tokens=32, sequences=4, depth=1
+)
+
+
+def test_a_step_within_its_executors_limits_passes() -> None:
+    check_step(unpack_step(pack_step([SequenceSlice([99, 0, -1], 61, [7, 1, 2, 0], PLAIN)], 16)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (SequenceSlice([1], 64, [0, 1, 2, 3, 4]), "past the context"),
+        (SequenceSlice([100], 0, [0]), "past the vocabulary"),
+        (SequenceSlice([1], 0, [8]), "past the pool"),
+        (SequenceSlice([1], 0, [-1]), "past the pool"),
+    ],
+)
+def test_a_step_past_its_executors_limits_is_refused(item: SequenceSlice, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_step(unpack_step(pack_step([item], 16)), LIMITS)
