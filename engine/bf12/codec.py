@@ -55,7 +55,7 @@ class Escapes:
     values_E: Tensor  # bfloat16
 
     def rows(self, outputs: range) -> Self:
-        """The escapes of some whole rows, with positions counted within them. Costs some 10 µs."""
+        """The escapes of some whole rows, with positions counted within them. Costs a search and a copy of them."""
         ends = torch.tensor((outputs.start * self.inputs, outputs.stop * self.inputs), device=self.positions_E.device)
         first, last = torch.searchsorted(self.positions_E, ends).tolist()
         positions_E = self.positions_E[first:last] - outputs.start * self.inputs
