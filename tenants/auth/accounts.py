@@ -115,9 +115,9 @@ class AccountService:
             raise
         if row is None:
             raise UnknownToken(f"no ApiToken {token_id}")
-        token, seals, account = row
+        token, digests, account = row
         digest = self._digest(credential)
-        opened = [seal for seal in seals if hmac.compare_digest(digest, seal.digest) and seal.pepper == PEPPER]
+        opened = [one for one in digests if hmac.compare_digest(digest, one.digest) and one.pepper == PEPPER]
         if not opened:
             raise UnknownToken(f"ApiToken {token_id} has another secret")
         return _Verified(await self._caller(account, token), token, opened[0].until, asked_at)
@@ -282,10 +282,10 @@ class AccountService:
     async def roll(self, token_id: str, grace_s: float = 0.0) -> tuple[ApiToken, str]:
         """A new secret for a token, and its text, shown this once. The secret before it opens for `grace_s` seconds
         more, on every gateway; older ones do not. Raises NotFound, also where the token was revoked."""
-        token, seals = await self._live_token(token_id)
+        token, digests = await self._live_token(token_id)
         text = token_text(token_id, self._entropy)
         now = int(self._clock())
-        before = [structs.replace(seals[0], until=now + int(grace_s))] if grace_s > 0 else []
+        before = [structs.replace(digests[0], until=now + int(grace_s))] if grace_s > 0 else []
         await self._store.accounts.update_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
         return token, text
 
@@ -293,10 +293,10 @@ class AccountService:
         self, token_id: str, name: str, expires_at: float | None, grant: Grant, limits: Limits = NO_LIMITS
     ) -> ApiToken:
         """Replaces a token's name, expiry, grant and limits on every gateway within 1 s. Raises NotFound."""
-        token, seals = await self._live_token(token_id)
+        token, digests = await self._live_token(token_id)
         expiry = None if expires_at is None else int(expires_at)
         changed = structs.replace(token, name=checked_name(name), expires_at=expiry, grant=grant, limits=limits)
-        await self._store.accounts.update_token(changed, seals)
+        await self._store.accounts.update_token(changed, digests)
         return changed
 
     async def token(self, token_id: str) -> ApiToken:

@@ -8,17 +8,9 @@ from typing import Final
 from tenants.auth.errors import MalformedToken
 
 DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-
-
 ID_LENGTH: Final = 11
-
-
 SECRET_LENGTH: Final = 43
-
-
 CHECK_LENGTH: Final = 6
-
-
 _TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
 
 
@@ -33,6 +25,7 @@ def parse_token(text: str) -> str:
 
 
 def token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:
+    """A new text with a new secret of `entropy`."""
     secret = base62(int.from_bytes(entropy(32), "big"), SECRET_LENGTH)
     text = f"hearth_{key_id}_{secret}"
     return text + checksum(text)
@@ -43,7 +36,7 @@ def checksum(text: str) -> str:
 
 
 def base62(number: int, length: int) -> str:
-    """Exactly `length` digits."""
+    """The number in exactly `length` digits."""
     digits = []
     for _ in range(length):
         number, digit = divmod(number, 62)
