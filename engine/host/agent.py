@@ -270,7 +270,7 @@ def zygote_modules(spec: MachineSpec) -> list[str]:
     if spec.telemetry is not None:
         modules.append("engine.replica.tracing")
     if spec.device != "cpu" and gpus.visible_gpus(os.environ):
-        modules += ["engine.execution.gpu_runner", "engine.layers.linear_gpu", "cuda.bindings.driver"]
+        modules += ["engine.execution.open_gpu", "engine.layers.linear_gpu", "cuda.bindings.driver"]
         modules.append("engine.kernels.compile_cache:name_kernels")
     return modules
 
