@@ -1,4 +1,4 @@
-"""What stands around the choices in answers of OpenAI's kind: ids, usage, padding and the end, streamed or whole.
+"""The frame around the choices in answers of OpenAI's kind: ids, usage, padding and the end, streamed or whole.
 
 It does not know what a choice looks like, nor where its text comes from.
 """
@@ -26,7 +26,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChunkWriter:
-    """One answer. `kinds` are the objects of a whole one and of a chunk.
+    """The frame of one answer. `kinds` are the `object` of a whole answer and of a chunk.
 
     `enveloped` is for `/ai/run`: the object is the envelope's result, and a stream ends with the native usage.
     """
@@ -46,7 +46,7 @@ class ChunkWriter:
         self._enveloped = enveloped
         self._common_fields = {"id": id, "object": kinds[0], "created": created, "model": model}
         self.head = b"data: " + _encode({**self._common_fields, "object": kinds[1]})[:-1] + b',"choices":['
-        # What stands around a choice and its padding, which replies that write many pieces put together themselves.
+        # The parts around a choice and its padding, for replies that write many pieces and join them themselves.
         usage = b'],"usage":null' if prompt.include_usage else b"]"
         self.tail = usage + (b',"obfuscation":"' if prompt.padded else b"}\n\n")
         self.paddings: Iterator[bytes] = paddings if prompt.padded else repeat(b"")

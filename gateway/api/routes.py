@@ -1,6 +1,6 @@
-"""Which dialect reads the bodies of which path: one line for each path below an account that asks a model something.
+"""The dialect of each path below an account that asks a model something.
 
-It serves nothing, and does not know how accounts stand in paths.
+It serves nothing, and does not know how paths name accounts.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from gateway.http.error_format import ErrorFormat
 
 @dataclass(frozen=True, slots=True)
 class DialectRoute:
-    """`name` is the route's in the metrics, `shape` that of its errors."""
+    """`name` is the route's name in the metrics, `shape` the format of its errors."""
 
     name: str
     dialect: Dialect
@@ -28,7 +28,7 @@ class DialectRoute:
 
 
 def dialect_routes(catalogue: Catalogue) -> dict[str, DialectRoute]:
-    """By the path behind the account. `/run` is also that of `/run/{model}`."""
+    """The routes by the path behind the account. `/run` is also the route of `/run/{model}`."""
     families: dict[str, Dialect] = {
         "native": RunNativeDialect(),
         "chat": RunChatDialect(),

@@ -1,6 +1,6 @@
-"""The dialect of `/ai/run`: the model's catalogue entry says in which family its bodies are, and the family reads them.
+"""The dialect of `/ai/run`: the model's catalogue entry names the family of its bodies, and the family reads them.
 
-It knows the catalogue, and nothing of what the families say.
+It knows the catalogue, and no fields of any family.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""What callers do with batches: submit one, ask for its results, list and cancel them. It runs nothing.
+"""The calls about batches: submit one, get its results, list and cancel them. It runs nothing.
 
-A batch is taken in slices, between which other requests go on: each request of it is read as the model's own bodies
-are, then sealed and written.
+A batch is accepted in slices, between which other requests go on: each of its requests is read as the model's own
+bodies are, then sealed and written.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class BatchUsage(msgspec.Struct, frozen=True):
 
 
 class BatchItem(msgspec.Struct, frozen=True):
-    """At `expires_at` all of it is deleted."""
+    """A batch. At `expires_at` all of it is deleted."""
 
     request_id: str
     model: str
@@ -59,13 +59,13 @@ class BatchItem(msgspec.Struct, frozen=True):
 
 
 class BatchesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Without `status` all are listed."""
+    """The query of the list; without `status` all batches are listed."""
 
     status: Status | None = None
 
 
 class BatchApi:
-    """One store's. `arrived` is set when a batch arrives."""
+    """Answers calls about the batches of one store. `arrived` is set when a batch arrives."""
 
     def __init__(
         self, batches: BatchStore, encryption: BatchEncryption, keep_s: float, calendar: Callable[[], float]
@@ -84,7 +84,7 @@ class BatchApi:
         request: BatchRequest | BatchResultsRequest,
         zero_retention: bool,
     ) -> None:
-        """One call of `/ai/run` about a batch. Raises ApiError and ClientDisconnected."""
+        """Answers one call of `/ai/run` about a batch. Raises ApiError and ClientDisconnected."""
         try:
             if isinstance(request, BatchRequest):
                 await self._submit(exchange, caller, model, request, zero_retention)

@@ -1,5 +1,5 @@
-"""How many queued requests a gateway has on their way: as many as take SHARE of its loop's time, for live streams go
-through the same loop. It does not know what they do.
+"""How many queued requests a gateway runs at once: as many as take LOOP_SHARE_MAX of its loop's time, since live
+streams use the same loop. It does not know what requests do.
 """
 
 import time
@@ -27,7 +27,7 @@ class ConcurrencyController:
         return int(self._limit)
 
     def adjust(self) -> None:
-        """By what was taken of the loop's time since the last call: slowly more, quickly less."""
+        """Adapts the limit to the share of the loop's time since the last call: slowly up, quickly down."""
         now = self._clock()
         share, self._taken_s, self._since = self._taken_s / max(now - self._since, 1e-9), 0.0, now
         self._limit = (
@@ -36,7 +36,7 @@ class ConcurrencyController:
 
     @coroutine
     def timed(self, work: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
-        """Awaits it, and counts the time for which it runs between its waits."""
+        """Awaits the work, and counts the time for which it runs between its waits."""
         thrown: BaseException | None = None
         while True:
             began = self._clock()
@@ -49,5 +49,5 @@ class ConcurrencyController:
             thrown = None
             try:
                 yield waits_for
-            except BaseException as error:  # a cancellation: the work is told, and may still wait for something
+            except BaseException as error:  # a cancellation, after which the work may still wait for something
                 thrown = error

@@ -1,13 +1,13 @@
-"""Runs what is queued, on capacity that live calls leave free: claims it, lets it go the way of a live request, and
-writes result and charge in one step. It does not know where batches are stored.
+"""Runs queued requests on capacity that live calls leave free: claims them, runs each as a live call is run, and
+writes its result and charge in one step. It does not know where batches are stored.
 
-Each gateway claims for itself, while a replica has nothing live that waits. What it cannot run now goes back into the
-queue: where a limit of the account is reached, until that gives way; where a replica or the store went away, for a
-moment. What a killed gateway had is claimed anew when its lease is over, under the same request id.
+Each gateway claims for itself, while no live request waits at a replica. A request that cannot run now goes back into
+the queue: until a limit of its account gives way, or for a moment where a replica or the store was lost. Requests of a
+killed gateway are claimed again when their leases are over, under the same request ids.
 
-Requests are claimed for models on a device alone. Where batches have waited for ASLEEP_S for one that sleeps, its
-machines are asked for it as by one live request, which is lighter than any plan's at first, and as heavy as a plain
-one's when the oldest of them is a day old: they take the room that nobody wants, and get some in the end.
+Requests are claimed only for models on a device. Once batches have waited ASLEEP_S for a model that sleeps, its
+machines get the demand of one live request. Its weight is below every plan's at first, and that of a plain request when
+the oldest batch is a day old: batches take the room that nobody wants, and get some in the end.
 """
 
 import asyncio
@@ -18,17 +18,15 @@ from typing import Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
-from starlette.types import Message
 
 from gateway import errors
 from gateway.api.dialect import BatchRequest, BatchResultsRequest, Dialect, draw_seed
 from gateway.api.endpoint import InferenceEndpoint, check_admission, work_of
+from gateway.batch.background_exchange import BackgroundExchange
 from gateway.batch.concurrency import ConcurrencyController
 from gateway.batch.encryption import BatchEncryption, StoredRequest
 from gateway.catalogue.catalogue import Model
 from gateway.errors import ApiError
-from gateway.http.client_address import ClientAddress
-from gateway.http.exchange import Exchange, ExchangeTimeouts
 from gateway.inference.lifecycle import InferenceCall
 from gateway.inference.run_options import RunOptions
 from tenants.auth.accounts import AccountService
@@ -38,16 +36,16 @@ from tenants.limits.denials import AlreadyRecorded
 from tenants.records.batches import BatchJobItem, BatchStatus, QueueDepth
 from tenants.store.protocol import BatchStore, StoreUnavailable
 
-LEASE_S: Final = 10.0  # shorter than a hold lasts, so that whoever takes over finds it
+LEASE_S: Final = 10.0  # shorter than a hold lasts, so that the gateway that takes over finds the hold
 RENEW_S: Final = 2.0
-LOOK_S: Final = 1.0  # for what came through other gateways
+LOOK_S: Final = 1.0  # how often to look for batches of other gateways
 TIDY_S: Final = 10.0
 PACE_S: Final = 0.1
-BACKGROUND_MAX: Final = 128  # at one replica, of all gateways together
-CLAIM: Final = 16  # at once at most, all of one account: then others have their turn
+BACKGROUND_MAX: Final = 128  # sequences at one replica, of all gateways together
+CLAIM: Final = 16  # requests in one claim, all of one account: then others have their turn
 TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
-WRONG_REGION: Final = "wrong_region"  # a gateway that may serve it took the batch in, and will take it up
+WRONG_REGION: Final = "wrong_region"  # another gateway, which may serve it, accepted the batch and will claim it
 SUSPENDED_S: Final = 60.0
 ASLEEP_S: Final = 60.0
 DAY_S: Final = 86400.0
@@ -60,22 +58,6 @@ class _EnvelopedResult(msgspec.Struct, frozen=True):
     """What is stored of an answer in the envelope."""
 
     result: msgspec.Raw
-
-
-class _BackgroundExchange(Exchange):
-    """An exchange that no client waits for: its answer stays here."""
-
-    def __init__(self, request_id: str, clock: Callable[[], float]) -> None:
-        scope = {"method": "POST", "path": "", "query_string": b"", "headers": []}
-        nobody, timeouts = ClientAddress("", trusted=False), ExchangeTimeouts(0, 0, 0, 0)
-        super().__init__(scope, self._silence, self._keep, timeouts, request_id, clock, nobody)
-        self.content = b""
-
-    async def _silence(self) -> Message:
-        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
-
-    async def _keep(self, message: Message) -> None:
-        self.content += message.get("body", b"")
 
 
 class BatchWorker:
@@ -100,7 +82,7 @@ class BatchWorker:
         self._dialect = dialect  # of `/ai/run`
         self._arrived = arrived
         self._models = list(endpoint.catalogue)
-        self._claimed: dict[str, tuple[BatchJobItem, _BackgroundExchange]] = {}
+        self._claimed: dict[str, tuple[BatchJobItem, BackgroundExchange]] = {}
         self._stopped = False
         self._concurrency = ConcurrencyController()
         self.running = Counter({model.name: 0 for model in self._models})
@@ -113,7 +95,7 @@ class BatchWorker:
             self._context.fleet.set_batch_demand(model.name, 0, 0.0)
 
     async def run(self) -> None:
-        """Until cancelled; what has not ended then is put back."""
+        """Works until cancelled; then puts back what has not ended."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._every(RENEW_S, self._renew))
@@ -125,7 +107,7 @@ class BatchWorker:
             raise
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
-        """While the store is away nothing is lost: leases and holds run on, or out."""
+        """Repeats `act`. While the store is away nothing is lost: leases and holds go on, or end."""
         while True:
             try:
                 await act()
@@ -135,7 +117,7 @@ class BatchWorker:
             await asyncio.sleep(seconds)
 
     async def _claim(self, group: asyncio.TaskGroup) -> None:
-        """Takes what there is room for; where that is nothing, waits a moment."""
+        """Claims as much as there is room for; waits a moment if that is nothing."""
         claimed = False
         for model in self._models:
             spare = self._context.fleet.spare(model.name, BACKGROUND_MAX)
@@ -146,7 +128,7 @@ class BatchWorker:
                 claimed = True
                 self.running[model.name] += 1
                 group.create_task(self._timed(item, model))
-                await asyncio.sleep(0)  # each begins in a turn of the loop of its own, between those of live requests
+                await asyncio.sleep(0)  # each begins in a turn of the loop of its own, between live requests
         if not claimed:
             await self._wait()
 
@@ -162,7 +144,7 @@ class BatchWorker:
             pass
 
     async def _renew(self) -> None:
-        """Keeps the leases, and ends what belongs to a batch that was cancelled."""
+        """Renews the leases, and ends requests of cancelled batches."""
         ended = await self._batches.renew([item for item, _ in self._claimed.values()], LEASE_S)
         for item in ended:
             if (claimed := self._claimed.get(item.request_id)) is not None:
@@ -177,7 +159,7 @@ class BatchWorker:
         self._request_models()
 
     def _request_models(self) -> None:
-        """Asks for models that sleep while batches wait for them."""
+        """Sends demand for models that sleep while batches wait for them."""
         fleet, now = self._context.fleet, self._calendar()
         for model in self._models:
             waiting = self.waiting.get(model.name)
@@ -186,22 +168,22 @@ class BatchWorker:
             fleet.set_batch_demand(model.name, int(wanted), min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S)))
 
     async def _put_back_claimed(self) -> None:
-        """Another gateway, or this one when it is back, goes on at once."""
+        """Puts back all claimed requests: another gateway, or this one after a restart, goes on at once."""
         try:
             await self._batches.put_back([item for item, _ in self._claimed.values()], 0.0)
         except StoreUnavailable as problem:
             log.warning("batches_left", extra={"fields": {"items": len(self._claimed), "for": str(problem)}})
 
     async def _run(self, item: BatchJobItem, model: Model) -> None:
-        exchange = _BackgroundExchange(item.request_id, self._context.clock)
+        exchange = BackgroundExchange(item.request_id, self._context.clock)
         self._claimed[item.request_id] = item, exchange
         try:
             await self._try(item, model, exchange)
         except AlreadyRecorded:
             pass  # another gateway was faster
         except StoreUnavailable as problem:
-            self._context.store_health.mark_down(problem)  # its lease runs out, and somebody takes it up again
-        except Exception as error:  # a fault of ours ends no other request: its lease runs out, and its tries do
+            self._context.store_health.mark_down(problem)  # its lease runs out, and a gateway claims it again
+        except Exception as error:  # a bug ends no other request: the lease runs out, and this one is tried again
             log.error(
                 "batch_item_failed", extra={"fields": {"request": item.request_id, "error": type(error).__name__}}
             )
@@ -209,7 +191,7 @@ class BatchWorker:
         del self._claimed[item.request_id]
         self._arrived.set()
 
-    async def _try(self, item: BatchJobItem, model: Model, exchange: _BackgroundExchange) -> None:
+    async def _try(self, item: BatchJobItem, model: Model, exchange: BackgroundExchange) -> None:
         try:
             caller = await self._accounts.caller_of(item.account_id, item.token_id)
         except UnknownToken:
@@ -243,7 +225,7 @@ class BatchWorker:
         await self._end(item, call, refused is None, cipher.seal_result(item.place, result))
 
     def _open(
-        self, item: BatchJobItem, model: Model, caller: Caller, stored: StoredRequest, exchange: _BackgroundExchange
+        self, item: BatchJobItem, model: Model, caller: Caller, stored: StoredRequest, exchange: BackgroundExchange
     ) -> InferenceCall:
         """The request's call. Raises ApiError where it may not run, or not any more."""
         now = self._calendar()
@@ -290,7 +272,7 @@ class BatchWorker:
 
 
 def _passing(refusal: ApiError) -> bool:
-    """Whether the same request may go well later."""
+    """Whether the same request may succeed later."""
     return (refusal.retry_after_s is not None and not refusal.lasting) or refusal.kind == "replica_lost"
 
 

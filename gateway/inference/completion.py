@@ -32,7 +32,7 @@ LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
 
 
 class _Call:
-    """A call of a tool in the making."""
+    """A tool call in the making."""
 
     __slots__ = ("_fragments", "id", "name")
 
@@ -54,9 +54,9 @@ class _Call:
 
 
 class CompletionBuilder:
-    """One choice of a request. `finish` says why once `last`, its last step, came: as in Reply.finish.
+    """One choice of a request. Once `last`, its last step, came, `finish` tells why it ended, as in Reply.finish.
 
-    `thought_tokens` are those up to the last piece of thought: a step that ends one may hold some of the text."""
+    `thought_tokens` counts up to the last piece of a thought, whose step may hold some of the text too."""
 
     __slots__ = (
         *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_call_index", "_text", "_thoughts"),
@@ -87,11 +87,11 @@ class CompletionBuilder:
 
     @property
     def text(self) -> str:
-        """All that is neither thought nor calls, so far."""
+        """The text so far, without thoughts and calls."""
         return "".join(self._pieces)
 
     def push(self, step: OutputDelta) -> list[OutputPart]:
-        """What may be shown now that these tokens came. Sets `finish` when they were the last."""
+        """The parts that may be shown after this step. Sets `finish` with the last step."""
         text = self._decoder.push(self._visible(step))
         if self._decoder.stopped_by is not None:
             self.finish = "stop"
@@ -183,7 +183,7 @@ class CompletionBuilder:
         return parts
 
     def _first_call(self, parts: list[OutputPart], step: OutputDelta) -> list[OutputPart]:
-        """The parts up to the end of a call, which ends the answer where it may hold one alone."""
+        """The parts up to the end of the first call, which ends an answer that may hold only one."""
         end = next((i for i, part in enumerate(parts) if type(part) is ToolCallEnd), None)
         if end is None:
             return parts
@@ -198,7 +198,7 @@ class CompletionBuilder:
 
 
 def reasoning_enabled(model: Model, prompt: Prompt) -> bool:
-    """Whether the answer may begin with a thought: not where it goes on with a raw text."""
+    """Whether the answer may begin with a thought, as it does unless it continues a raw text."""
     return model.has_reasoning and prompt.ids is None and not prompt.raw
 
 
@@ -219,7 +219,7 @@ def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
 
 
 def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[OutputParser | None, frozenset[str]]:
-    """What finds the parts, and the control tokens that it must see; None where all is text."""
+    """The parser of the parts, and the control tokens that it must see; None where all is text."""
     parser, shown = None, frozenset[str]()
     if prompt.tools and model.tool_format is not None:
         parser, shown = model.tool_format.parser(prompt.tools, prompt.tool_choice), model.tool_format.markers
