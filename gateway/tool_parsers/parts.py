@@ -38,7 +38,7 @@ class OutputParser(Protocol):
     """Finds the parts of one completion's text, which comes in pieces: the same whatever the pieces are.
 
     A call is announced once it cannot be anything else, and only if its name is that of an offered tool. What only
-    looks like a call is text. Nothing that was given is taken back. The fragments of a call that ends by CallEnded are
+    looks like a call is text. No part is taken back. The fragments of a call that ends by ToolCallEnd are
     the text of a JSON object. A call without is the last part: the text ended in it, or broke its JSON, in which case
     all the rest of the text went into its fragments.
     """

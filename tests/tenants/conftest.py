@@ -43,7 +43,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(autouse=True)
 def patient_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine an answer may take longer than in service; test_store_line.py measures the real deadline."""
+    """A busy machine may answer later than one in service; redis/test_pipeline.py measures the real deadline."""
     monkeypatch.setattr(pipeline, "ANSWER_S", 0.3)
 
 
