@@ -1,4 +1,4 @@
-"""Sizes in the headers of a compressed folder's files; engine.bf12.metadata has all their metadata. It checks nothing."""
+"""Sizes in the headers of a compressed folder's files; engine.bf12.metadata has all metadata. It checks nothing."""
 
 import math
 import struct
