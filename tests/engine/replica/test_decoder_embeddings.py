@@ -34,6 +34,7 @@ class Served:
 
     def __init__(self, model: ModelSpec, device: str = "cpu") -> None:
         opened = open_model(model, device, 1, lambda: None)
+        self.model = opened
         self.scheduler = open_scheduler(opened, model, lambda: 0.0)
         self.loop = StepLoop(opened.executor, self.scheduler, opened.paged)
         self.door = open_validator(opened, model, max_sequence_tokens(opened, 0))
@@ -183,7 +184,7 @@ def test_a_gpus_vectors_are_those_of_a_cpu(tmp_path: Path) -> None:
     texts = _texts([1, 17, 100, 300])
     expected = Served(spec(folder, vectors=True)).vectors(texts)
     served = Served(spec(folder, vectors=True), device="cuda")
-    with closing(served.runner):
+    with closing(served.model):
         found = served.vectors(texts)
     for one, other in zip(found, expected, strict=True):
         assert np.abs(one - other).max() < 2e-3
