@@ -145,7 +145,7 @@ class FairQueue(Generic[Item]):
         self._joined(account, work)
 
     def resume(self, account: AccountQueue[Item], item: Item, work: float) -> None:
-        """Queues an item that was preempted before those of its account that never started. `stop` it first."""
+        """Queues a preempted item, before those of its account that never started. `stop` comes first."""
         again = {**account.resuming, item: work}
         account.resuming = {each: again[each] for each in sorted(again, key=self._order)}
         self._joined(account, work)
@@ -189,7 +189,7 @@ class FairQueue(Generic[Item]):
         self._refresh(account)
 
     def remove_blocks(self, account: AccountQueue[Item], pages: Iterable[int]) -> None:
-        """Takes the pages that one item held off the account, which may have a turn under its cap again."""
+        """Takes pages that an item held off its account, which may have a turn under its cap again."""
         account.remove_blocks(pages)
         account.at_cap = False
         self._refresh(account)

@@ -3,7 +3,7 @@ know who runs next, nor what steps compute.
 
 A block is free, cached in the prefix tree, private to one sequence, or deferred: a duplicate of what the tree had
 already, which a step in flight still reads. What a sequence holds counts for its account. Where contents move to other
-blocks, as extents come and go, all who name them learn it here, at once, while nothing is in flight.
+blocks, as extents come and go, all that names them is renamed here, at once, while nothing is in flight.
 """
 
 import weakref
@@ -266,7 +266,7 @@ class KVManager:
         self._rename(self.pool.finish_wake(plan))
 
     def _rename(self, renamed: Mapping[int, int]) -> None:
-        """Tells all who name pages that moved their new names."""
+        """Renames pages that moved, wherever they are named."""
         self.tree.rename(renamed)
         self.public_prefixes.rename(renamed)
         for lease in self._public_leases:

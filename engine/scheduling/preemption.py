@@ -11,7 +11,7 @@ from typing import Final
 from engine.scheduling.fair_queue import AccountQueue
 from engine.scheduling.sequence import Sequence
 
-PREEMPTION_RATIO: Final = 2.0  # an account gives up what leaves it so many times as much for its weight as who gets it
+PREEMPTION_RATIO: Final = 2.0  # for its weight an account keeps so many times as much as the one that it gives way to
 
 Account = AccountQueue[Sequence]
 
@@ -29,9 +29,9 @@ def victim_of_shortage(running: Items[Sequence]) -> Sequence:
 def victim_for_turn(
     running: Items[Sequence], accounts: Iterable[Account], account: Account, missing_blocks: int | None
 ) -> Sequence | None:
-    """Whom to preempt so that the next sequence of `account`, whose turn it is, can start: the youngest of the account
-    that has most for its weight of what is missing, if that account keeps PREEMPTION_RATIO times as much as this one
-    then has. missing_blocks: None where a place is missing. None where no account gives up anything.
+    """The sequence to preempt so that the next one of `account` can start: the youngest of the account that has most
+    for its weight of what is missing, if that account keeps PREEMPTION_RATIO times as much as this one then has; None
+    where no account gives way. missing_blocks: None where a place is missing.
 
     What changes hands would have to double before it changes back, so that two accounts never take turns in preempting
     each other. A sequence in a step in flight is chosen only where its account has no other.

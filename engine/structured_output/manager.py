@@ -122,8 +122,7 @@ class LarkCompilation:
 
 
 class StructuredOutputManager:
-    """`compile` and `masks` are for the loop's thread. `bell` is readable when a compilation is done; `close` ends the
-    threads."""
+    """Compiles grammars and writes masks, for the loop's thread. `bell` is readable when a compilation is done."""
 
     def __init__(self, folder: Path, threads: int | None) -> None:
         """Starts to read the folder's tokenizer, see `wait_ready`. `threads` write masks; None: one for each core."""
