@@ -6,8 +6,8 @@ Blocks and places that are missing come from the account that has most for its w
 turns, see fair_queue.py; waiting.py holds the sequences that have no turn yet, admission.py chooses among those of one
 account, kv_manager.py gives them blocks, running.py knows the sequences that have them.
 
-Background sequences have a queue of their own behind that of the live ones. They are admitted where no live one waits,
-get what best_effort.py leaves them of a step, none of it while a live one waits, and are the first to be preempted.
+Background sequences have a queue of their own behind that of the live ones, and are admitted where no live one waits.
+In a step they get what best_effort.py leaves them, nothing while a live one waits; and they are preempted first.
 
 A step may be planned while the one before it is in flight, so that a device never waits for the host: what that one
 computes counts as computed, and a token that it samples is packed as the row that it will be in. The end of a sequence
