@@ -40,6 +40,7 @@ check: .venv/.dev
 
 # A wheel in dist/, which is all that a user installs: pip install dist/hearth-*.whl
 dist: .venv/bin/python
+	@rm -rf build # what an earlier build left would be in the wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,12 +21,20 @@ ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("distribution")]  # one wheel is built at a time
 
 
+def run(*command: object) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make dist` builds, in a folder of its own."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True)
+    """The wheel that `make dist` builds, of a copy: what an earlier build left beside the sources is not in it."""
+    sources, folder = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, sources)
+    for name in ("engine", "gateway", "prefixcache", "tenants"):
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, sources)
     (built,) = folder.glob("hearth-*.whl")
     return built
 
@@ -36,8 +45,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("venv")
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), str(wheel)]
-    subprocess.run(command, check=True, capture_output=True)
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", packages, wheel)
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = folder / "bin" / "hearth"
     script.write_text(f"#!{folder}/bin/python\nimport sys\nfrom gateway.cli import main\nsys.exit(main())\n")
