@@ -16,7 +16,7 @@ from typing import Final
 from benchmarks.record import record
 
 ROOT: Final = Path(__file__).parents[1]
-_FIGURE: Final = re.compile(r"^(\w+) +(\S.*?) +([\d.]+(?:e[+-]?\d+)?) (\S+)")  # as benchmarks.record prints them
+_FIGURE: Final = re.compile(r"^(\w+) +(\S.*?) +([\d.]+(?:e[+-]?\d+)?) (\S+)(?:   .*)?$")  # as benchmarks.record prints them
 
 Figures = dict[tuple[str, str], list[float]]  # (shape, unit) → values
 
