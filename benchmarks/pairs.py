@@ -16,7 +16,8 @@ from typing import Final
 from benchmarks.record import record
 
 ROOT: Final = Path(__file__).parents[1]
-_FIGURE: Final = re.compile(r"^(\w+) +(\S.*?) +([\d.]+(?:e[+-]?\d+)?) (\S+)(?:   .*)?$")  # as benchmarks.record prints them
+# As benchmarks.record prints them: a name, a shape in 50 columns or more, a value and its unit.
+_FIGURE: Final = re.compile(r"^.{12} (?P<shape>.{50}|.{51,}?) (?P<value>[\d.]+(?:e[+-]?\d+)?) (?P<unit>\S+)(?:   .*)?$")
 
 Figures = dict[tuple[str, str], list[float]]  # (shape, unit) → values
 
@@ -49,8 +50,7 @@ def run(folder: Path, module: str, arguments: list[str], figures: Figures) -> No
     printed = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     for line in printed.splitlines():
         if figure := _FIGURE.match(line):
-            _, shape, value, unit = figure.groups()
-            figures[shape, unit].append(float(value))
+            figures[figure["shape"].strip(), figure["unit"]].append(float(figure["value"]))
 
 
 def commit_of(folder: Path) -> str:
