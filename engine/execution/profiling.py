@@ -45,7 +45,10 @@ class ProfilingLimits:
 
     @property
     def members(self) -> int:
-        """The size of the largest group that is worth a measurement, or that fits."""
+        """The size of the largest group that is worth a measurement, or that fits; 0 where no context holds a segment
+        and what is behind it."""
+        if self.context_tokens < (1 + _OWN_BLOCKS) * self.block_tokens:
+            return 0
         return min(_MEMBERS, self.sequences, self.blocks // 8)
 
     @property
@@ -57,9 +60,11 @@ class ProfilingLimits:
         return min(self.blocks, max(decodes, groups, _PROMPT_KEYS // size, 2 * self.sequences))
 
     def keys(self, wanted: int, sequences: int) -> int:
-        """As many keys as wanted, or as fit for each of so many sequences; in whole blocks."""
+        """As many keys as wanted, or as fit for each of so many sequences; in whole blocks, but for a context that is
+        shorter than one."""
         size = self.block_tokens
-        return max(1, min(wanted, self.context_tokens, self.blocks // sequences * size) // size) * size
+        whole = max(1, min(wanted, self.context_tokens, self.blocks // sequences * size) // size) * size
+        return min(whole, self.context_tokens)
 
 
 def profile_costs(launch_ms: StepTimer, rows: Items[int], limits: ProfilingLimits) -> CostModel:

@@ -86,6 +86,16 @@ def test_small_pools_and_few_sequences_give_costs_too(blocks: int, sequences: in
     assert (found.pair_us < float("inf")) == (sequences == 64 and blocks == 5000)  # else there is no room for groups
 
 
+@pytest.mark.parametrize("block_tokens", [16, 64])
+@pytest.mark.parametrize("context_tokens", [1, 8, 16, 40, 128, 191])
+def test_short_contexts_are_not_left_and_give_costs_too(context_tokens: int, block_tokens: int) -> None:
+    room = replace(LARGE, context_tokens=context_tokens, block_tokens=block_tokens)
+    found = profile_costs(Clockwork(TRUE, room).launch_ms, ROWS, room)
+    assert found.rows_us(16) == pytest.approx(3900.0, rel=0.05)
+    assert min(found.key_us, found.shared_key_us, found.pair_us, found.prompt_pair_us) > 0
+    assert (found.pair_us < float("inf")) == (context_tokens >= 3 * block_tokens)  # else a segment has nothing behind
+
+
 def test_a_device_without_any_order_still_gives_positive_ascending_costs() -> None:
     found = profile_costs(Clockwork(TRUE, LARGE, 3000.0).launch_ms, ROWS, LARGE)
     took = [us for _, us in found.rows]
