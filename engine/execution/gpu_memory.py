@@ -212,13 +212,20 @@ def gpu_memory_of(
     model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pool: KVPool,
     step_limits: StepLimits, context_tokens: int, stream: DeviceStream,
 ) -> GpuMemory:  # fmt: skip
-    """Adds a workspace for steps of the most rows, and a host tier, to weights and a pool."""
-    workspace = Workspace(weights.arena, stream.device)
+    """Adds a workspace for steps of the most rows, and a host tier, to weights and a pool. Where that fails, the
+    workspace is closed."""
     rows = max(step_limits.rows, *capture_sizes(step_limits.rows))
     sampled_rows = capture_sizes(step_limits.sequences)[-1]
-    with stream.entered(), workspace.entered():
-        buffers = StepBuffers.make(config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens)
-        kept_bytes = host_tier_bytes(model, pool, context_tokens)
-        host_tier = HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
+    kept_bytes = host_tier_bytes(model, pool, context_tokens)
     layout = paged_layout(model, pool, context_tokens)
+    workspace = Workspace(weights.arena, stream.device)
+    with ExitStack() as undoing:
+        undoing.callback(workspace.close)  # nothing else ever gives its memory back
+        undoing.callback(stream.wait)
+        with stream.entered(), workspace.entered():
+            buffers = StepBuffers.make(
+                config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens
+            )
+            host_tier = HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
+        undoing.pop_all()
     return GpuMemory(weights, pool, layout, buffers, workspace, host_tier, stream)

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.bf12.metadata import CompressionLevel
+from engine.execution import gpu_memory
 from engine.execution.gpu_memory import gpu_memory_of
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.open import open_model
@@ -36,6 +37,7 @@ from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.pinned import PIECE_BYTES
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
+from engine.memory.workspace import Workspace
 from engine.models.config import read_decoder_config
 from engine.models.llama import kv_shape
 from engine.protocol.reports import MemoryReport
@@ -137,6 +139,18 @@ def test_a_step_is_never_larger_than_all_sequences_together() -> None:
     assert StepLimits.of(None, None, 4096, 16).rows == 8192
     assert StepLimits.of(512, 100, 4096, 16).rows == 512
     assert StepLimits.of(4, 64, 4096, 16).words > 64 * 12 + 4 * 4096 // 16
+
+
+def test_without_memory_for_what_is_kept_the_workspace_is_closed(tmp_path: Path) -> None:
+    """It never goes by itself."""
+    folder = saved(reference_model("llama biases"), tmp_path)
+    with (
+        patch.object(gpu_memory, "HostKVTier", side_effect=torch.OutOfMemoryError("no memory is left")),
+        patch.object(Workspace, "close", autospec=True) as close,
+        pytest.raises(torch.OutOfMemoryError, match="no memory is left"),
+    ):
+        interpreted(folder)
+    close.assert_called_once()
 
 
 @pytest.mark.parametrize("family", INTERPRETED)
