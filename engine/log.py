@@ -58,4 +58,6 @@ def convert_line(line: str) -> str:
 
 def _show(value: object) -> str:
     shown = value if isinstance(value, str) else json.dumps(value, default=str)
-    return json.dumps(shown, ensure_ascii=False) if not shown or any(c in ' "\n=' for c in shown) else shown
+    if not shown.isprintable():  # control characters could write lines of their own, or to the terminal
+        return json.dumps(shown)
+    return json.dumps(shown, ensure_ascii=False) if not shown or any(c in ' "=' for c in shown) else shown

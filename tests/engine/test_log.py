@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log import LOG_FORMAT_VARIABLE, convert_line
+from engine.log import LOG_FORMAT_VARIABLE, convert_line, render
 
 WRITES_TWO_EVENTS = "from engine.log import log; log('one', text='a\\nb', where='\\udcff'); log('two'); print('alive')"
 
@@ -53,3 +53,10 @@ def test_lines_of_other_processes_take_this_ones_format(monkeypatch: pytest.Monk
     monkeypatch.setenv(LOG_FORMAT_VARIABLE, "text")
     assert convert_line(event)[8:] == ' moved bytes=7 why=""'
     assert [convert_line(line) for line in (plain, "{7", "{}", "[1]")] == [plain, "{7", "{}", "[1]"]
+
+
+@pytest.mark.parametrize("character", ["\r", "\x1b", "\x7f", "\x9b", "\u2028", "\udcff"])
+def test_a_field_as_text_holds_no_control_characters(character: str) -> None:
+    line = render({"event": "one", "why": f"a{character}b"}, text=True)
+    assert line.isprintable()
+    assert json.loads(line.partition("why=")[2]) == f"a{character}b"
