@@ -51,9 +51,9 @@ class ExchangeServer:
         try:
             if not endpoint.any_host and not self.clients.serves_host(exchange.headers[b"host"]):
                 raise errors.misdirected()
+            exchange.error_format = endpoint.error_format
             if "\n" in exchange.path:  # a pattern's final `$` matches before a line break, too
                 raise errors.no_route(exchange.path)
-            exchange.error_format = endpoint.error_format
             await endpoint.handler(exchange)
         except ApiError as refusal:
             await exchange.refuse(refusal)

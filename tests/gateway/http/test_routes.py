@@ -8,6 +8,7 @@ from starlette.routing import Route, Router
 
 from gateway import errors
 from gateway.config import ServerConfig
+from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import ClientDisconnected, Exchange
 from gateway.http.routes import Endpoint, ExchangeServer, by_method, no_route
 
@@ -24,6 +25,7 @@ class World:
         routes = [
             Route("/one/{name}", Endpoint(server, by_method("one", GET=handler, DELETE=handler))),
             Route("/probe", Endpoint(server, by_method("probe", GET=handler), any_host=True)),
+            Route("/v1/{name}", Endpoint(server, by_method("v1", GET=handler), ErrorFormat.OPENAI)),
         ]
         self.router = Router(routes, redirect_slashes=False, default=Endpoint(server, no_route))
 
@@ -68,6 +70,12 @@ async def test_other_paths_and_methods_are_refused_and_counted_without_a_route()
         status, _, body = await world.call("GET", path)
         assert (status, body["errors"][0]["code"]) == (404, 7000), path
     assert world.counted == [("none", 405), *[("none", 404)] * 5]
+
+
+async def test_a_path_with_a_line_break_is_refused_in_its_routes_format() -> None:
+    world = World(show)
+    status, _, body = await world.call("GET", "/v1/thing\n")
+    assert (status, body["error"]["code"], body["errors"][0]["code"]) == (404, "not_found", 7000)
 
 
 async def test_a_host_that_is_not_served_reaches_probes_alone() -> None:
