@@ -47,7 +47,7 @@ def memory(config: Config, budgets: list[DeviceBudget]) -> Iterator[Finding]:
     text = f"{format_bytes(budget)} of {where} for models, which take at least about {format_bytes(needed)}"
     left, largest = fit_on_devices(budgets, pinned), max(others, key=lambda one: one.sizes.memory_bytes, default=None)
     if left is None:
-        advice = "pin fewer, set smaller contexts, or use more GPUs: what is pinned makes budget for nothing"
+        advice = "pin fewer, set smaller contexts, or use more GPUs: what is pinned makes room for nothing"
         yield wrong("memory", f"{text}; those that are pinned do not fit together", advice)
     elif pinned and largest is not None and largest.sizes.memory_bytes > max(left):
         advice = "pin fewer, or set smaller contexts: it can never be on a device"

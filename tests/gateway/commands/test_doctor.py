@@ -254,6 +254,7 @@ def test_pinned_models_that_do_not_fit_together_are_wrong(host: Host, here: Path
     beside(here, one="pinned = true", two="pinned = true\nreplicas = 2")
     (finding,) = host.found(1, FakeGpu("Small", 1154))["memory"]
     assert "those that are pinned do not fit together" in finding["found"]
+    assert "what is pinned makes room for nothing" in finding["advice"]
     two = [FakeGpu("Small", 1114)] * 2  # enough in all, and none of them holds two
     (finding,) = host.found(1, *two)["memory"]
     assert "do not fit together" in finding["found"]
