@@ -215,7 +215,8 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tool_format: Annotated[
         _ToolFormat | None,
         Meta(
-            description="how it writes calls of tools, one of gateway/calls by name; default: what its template shows"
+            description="how it writes calls of tools, a name of gateway/tool_parsers/registry.py; "
+            "default: what its template shows"
         ),
     ] = None
     default_tokens: Annotated[

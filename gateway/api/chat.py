@@ -142,7 +142,7 @@ def chunks_of(
 
 
 class ChatReply:
-    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where request for."""
+    """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
 
     def __init__(self, prompt: Prompt, chunks: ChunkWriter) -> None:
         self._choices = prompt.n

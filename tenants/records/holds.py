@@ -27,7 +27,7 @@ class Cap(msgspec.Struct, frozen=True, array_like=True):
     """One limit, and what a request takes of it: 1, tokens, or micro-neurons.
 
     subject     "" for the account, else one that the hold's record names.
-    least       the request is content with so little where there is less than `amount`; of neurons alone.
+    min_amount  the request is content with so little where there is less than `amount`; of neurons alone.
     cost_us     of a rate: for how long `amount` takes it up.
     room_us     of a rate: how far ahead of its time it may be.
     """

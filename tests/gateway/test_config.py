@@ -104,6 +104,8 @@ def test_every_setting_has_a_line_of_documentation_and_shows_in_describe() -> No
     for key, _, description in settings():
         assert description, f"{key} has no description"
         assert f"  {key} " in described
+        for path in re.findall(r"\b(?:gateway|engine|tenants)/[\w/.]*\w", description):
+            assert (ROOT / path).exists(), f"{key} names {path}, which does not exist"
 
 
 def test_a_cap_below_the_floor_is_refused_by_name(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 All that a decision touches shares one hash tag, `{account id}`:
 
     hearth:{ID}                   hash: created_at, revision, suspended_at, plan, document
-    hearth:{ID}:tokens            hash: token id → ApiToken and Seals
+    hearth:{ID}:tokens            hash: token id → ApiToken and TokenDigests
     hearth:{ID}:revoked           hash: token id → when
     hearth:{ID}:holds             hash: request id → day:held:output:rates:checkpoint, where the checkpoint is a record
     hearth:{ID}:expiries          sorted set: request ids by expires_us
