@@ -40,7 +40,8 @@ def main() -> None:
     for (shape, unit), values in after.items():
         if (shape, unit) in before and re.search(options.only, shape):
             old, new = statistics.median(before[shape, unit]), statistics.median(values)
-            record("house", shape, new, unit, peer=f"{there}: {old:.6g} {unit}, {new / old:.3f} of it")
+            ratio = f", {new / old:.3f} of it" if old else ""
+            record("house", shape, new, unit, peer=f"{there}: {old:.6g} {unit}{ratio}")
 
 
 def run(folder: Path, module: str, arguments: list[str], figures: Figures) -> None:
