@@ -39,9 +39,9 @@ ArtifactKey = Mapping[str, str | int | None]
 _ENGINE: Final = Path(__file__).parents[1]
 # What decides which kernels a step on a GPU has and how it is measured, and on a CPU how a dtype is chosen.
 _GPU_SOURCES: Final = (
-    *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py"),
-    "execution/profiling.py",
-    *("execution/gpu_runner.py", "execution/cuda_graphs.py", "execution/gpu_sampler.py", "execution/gpu_trial.py"),
+    *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py", "bf12/*.py"),
+    *("execution/gpu_runner.py", "execution/gpu_sampler.py", "execution/cuda_graphs.py"),
+    *("execution/gpu_trial.py", "execution/open_gpu.py", "execution/profiling.py"),
 )
 _CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
