@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Final, TypeVar, cast
 
@@ -12,7 +13,7 @@ WRITE_BYTES_MAX: Final = 32 << 20
 CONNECT_S: Final = 2.0
 
 
-class FrameProtocol(asyncio.Protocol):
+class FrameProtocol(asyncio.Protocol, ABC):
     """`closed` is set once the socket is closed, with the reason in `close_reason`."""
 
     def __init__(self) -> None:
@@ -38,8 +39,9 @@ class FrameProtocol(asyncio.Protocol):
         if not self.closed.done():
             self.closed.set_result(None)
 
+    @abstractmethod
     def receive(self, frame: frames.Frame) -> None:
-        raise NotImplementedError
+        """Takes one whole frame. A FrameError that it raises closes the connection."""
 
     @property
     def congested(self) -> bool:
