@@ -17,9 +17,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # a run in the background ignore
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 
 ROOT = Path(__file__).parents[1]
-DURATIONS = Path(__file__).with_name(
-    "durations.json"
-)  # seconds of each test of half a second and more, as measured last
+DURATIONS = Path(__file__).with_name("durations.json")  # seconds of tests that took half of one or more
 SLOW_S = 2.0
 SLOW_FOLDERS = ("tests/end_to_end", "tests/conformance")  # whole servers, which start once and serve all their tests
 
