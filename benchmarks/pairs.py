@@ -1,5 +1,7 @@
 """One benchmark in two checkouts, in turns, and each figure's median in both. It measures nothing itself.
 
+The row whose peer is a commit is that commit's; the row without a peer is this checkout's.
+
 python -m benchmarks.pairs --before ../before --old benchmarks.quota --new benchmarks.tenants.quota -- --rounds 3
 """
 
@@ -40,8 +42,9 @@ def main() -> None:
     for (shape, unit), values in after.items():
         if (shape, unit) in before and re.search(options.only, shape):
             old, new = statistics.median(before[shape, unit]), statistics.median(values)
-            ratio = f", {new / old:.3f} of it" if old else ""
-            record("house", shape, new, unit, peer=f"{there}: {old:.6g} {unit}{ratio}")
+            record("house", shape, old, unit, peer=there)
+            record("house", shape, new, unit)
+            print(f"{'':12} {new / old:.3f} of {there}" if old else "")
 
 
 def run(folder: Path, module: str, arguments: list[str], figures: Figures) -> None:
