@@ -4,9 +4,8 @@ from typing import Final
 
 import msgspec
 
-DRIVER_RESERVE_BYTES: Final = (
-    1 << 30
-)  # of a GPU, that a machine leaves to its driver and to whatever else needs a little
+# Bytes of a GPU that a machine leaves to its driver and to whatever else needs a little.
+DRIVER_RESERVE_BYTES: Final = 1 << 30
 HOST_MEMORY_SHARE: Final = 0.7  # of the host memory that is free at a machine's start, for models that sleep
 
 
