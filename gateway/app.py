@@ -53,10 +53,10 @@ class App:
 
         self._router = Router(
             [
+                *account_routes(server, authenticator, self._requests, serving),  # first: they are asked the most
                 probe("healthz", healthz),
                 probe("readyz", readiness.serve),
                 probe("metrics", metrics.serve),
-                *account_routes(server, authenticator, self._requests, serving),
                 *admin_routes(server, authenticator, tenancy, context, lambda: self.open_requests),
             ],
             redirect_slashes=False,

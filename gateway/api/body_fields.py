@@ -3,7 +3,6 @@
 It does not know messages, tools or answers.
 """
 
-from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -98,7 +97,7 @@ def sampled_prompt(
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
     )
-    return replace(
+    return msgspec.structs.replace(
         prompt,
         grammar=constraint.grammar,
         grammar_field=constraint.field,

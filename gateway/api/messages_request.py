@@ -3,7 +3,6 @@
 It does not know accounts, replicas or sockets.
 """
 
-from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
@@ -206,7 +205,7 @@ def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
         top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
         seed=seed_of(None, drawn_seed),
     )
-    return replace(
+    return msgspec.structs.replace(
         prompt,
         sampling=sampling,
         max_tokens=body.max_tokens,

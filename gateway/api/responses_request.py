@@ -3,7 +3,6 @@
 Nothing is stored: a conversation is sent whole each time. It does not know accounts, replicas or sockets.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Final, Literal
 
@@ -277,7 +276,7 @@ def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
         seed=seed_of(None, drawn_seed),
         logprobs=(body.top_logprobs or 0) if scored else None,
     )
-    return replace(
+    return msgspec.structs.replace(
         responses_prompt(body),
         sampling=sampling,
         max_tokens=body.max_output_tokens,

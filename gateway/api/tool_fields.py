@@ -4,7 +4,6 @@ It knows neither models nor how they write calls.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -121,7 +120,7 @@ def with_tools(
 ) -> Prompt:
     """The prompt with these tools. `parallel` allows several calls in one answer. Raises ApiError."""
     definitions, selection = select_tools(tool_definitions(tools), choice)
-    return replace(
+    return msgspec.structs.replace(
         prompt, tools=definitions, tool_choice=selection, parallel_calls=parallel, strict_calls=strict(tools)
     )
 

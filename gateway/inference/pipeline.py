@@ -3,8 +3,9 @@ sockets, stores or how a replica is chosen.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from engine.protocol.frames import Submit
 from engine.protocol.types import FinishReason, RejectReason
@@ -141,7 +142,7 @@ class TextGeneration:
 
     def usage(self, call: InferenceCall) -> Usage:
         """What the answer says that the call cost."""
-        return replace(
+        return msgspec.structs.replace(
             call.usage(),
             prompt_tokens=self.prompt_tokens,
             cut=any(choice.finish == "quota" for choice in self.choices),

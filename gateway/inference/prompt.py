@@ -4,7 +4,6 @@ It does not know JSON paths, accounts or replicas; dialects make it, `pipeline` 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -17,8 +16,7 @@ SEED_BITS: Final = 62  # choice i samples with seed + i, and the sum stays below
 AUTO: Final = ToolSelection()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One request that cannot be wrong, short of what only the model knows: its vocabulary and its context.
 
     Exactly one of `text`, `messages` and `ids` is set. `raw` text skips the chat template; `ids` are tokens.
@@ -40,20 +38,20 @@ class Prompt:
     tool_choice: ToolSelection = AUTO
     parallel_calls: bool = True
     strict_calls: bool = False
-    template_options: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, Any] = {}
     grammar: Grammar | None = None
     grammar_field: str = "response_format"
     json: bool = False
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 frozen
+    sampling: SamplingParams = SamplingParams()
     max_tokens: int | None = None
     n: int = 1
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = []
     stream: bool = False
     include_usage: bool = False
     padded: bool = True
     options: RunOptionsBody | None = None
     user: str | None = None
-    field_names: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] = {}
 
     def field_name(self, field: str) -> str:
         """What the caller's dialect calls a field of chat completions."""

@@ -11,8 +11,7 @@ import msgspec
 from gateway.errors import ApiError
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """What a request cost. `cached_tokens` of the prompt were read from the caller's own cache, `thought_tokens` of the
     completion are thoughts. `left` has the neurons that limits have left, by the limit's name; `cut` tells whether such
     a limit ended the answer."""
@@ -21,7 +20,7 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     neurons: float
-    left: dict[str, float] = field(default_factory=dict)
+    left: dict[str, float] = {}
     cut: bool = False
     thought_tokens: int = 0
 
