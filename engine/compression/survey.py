@@ -16,11 +16,9 @@ from torch import Tensor
 from engine.bf12.codec import bases_for, count_code_use, exponents_of
 from engine.bf12.layout import CODES, is_encodable
 from engine.kernels.tuning_tables import bf12_pays_off
-from engine.models.config import ModelConfigError, read_decoder_config
-from engine.models.encoder_config import is_encoder, read_encoder_config
-from engine.models.encoder_names import encoder_entries
-from engine.models.encoder_names import encoder_prefix as encoder_prefix_of
-from engine.models.weight_names import decoder_entries, decoder_prefix
+from engine.models.config import ModelConfigError, is_encoder, read_decoder_config, read_encoder_config
+from engine.models.weight_names import decoder_entries, decoder_prefix, encoder_entries
+from engine.models.weight_names import encoder_prefix as encoder_prefix_of
 from engine.weights.safetensors_header import TensorSpan
 
 ESCAPE_RATE_MAX: Final = 0.0002  # per number: more escapes slow a kernel down

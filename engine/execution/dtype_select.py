@@ -8,8 +8,7 @@ import torch
 
 from engine.execution.artifacts import CpuArtifact, cpu_artifacts
 from engine.layers.linear_cpu import CpuLinear, is_batch_invariant
-from engine.models.config import ModelConfig
-from engine.models.encoder_config import EncoderConfig
+from engine.models.config import EncoderConfig, ModelConfig
 from engine.protocol.specs import ModelSpec
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from engine.execution.dtype_select import decoder_dtype
 from engine.execution.memory_plan import context_tokens, require_sizes
 from engine.execution.open_cpu import open_cpu
 from engine.execution.open_encoder import open_encoder
-from engine.models.config import read_decoder_config
-from engine.models.encoder_config import is_encoder
+from engine.models.config import is_encoder, read_decoder_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling

@@ -15,7 +15,7 @@ from engine.execution.encoder_runner import EncoderMemory, EncoderRunner
 from engine.execution.memory_plan import context_tokens
 from engine.memory.streams import DeviceStream
 from engine.models.bert import BertEncoder, EncoderParameters
-from engine.models.encoder_config import read_encoder_config
+from engine.models.config import read_encoder_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.layers.linear_cpu import Activation, CpuLinear
-from engine.models.encoder_config import EncoderConfig
+from engine.models.config import EncoderConfig
 from engine.protocol.types import Pooling
 from engine.step.encoder_layout import POOLINGS, TextBatch
 from engine.step.layout import Int32s

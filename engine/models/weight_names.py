@@ -1,15 +1,18 @@
 """Checkpoint name → parameter. It reads no files.
 
-The families this engine runs (Llama, Mistral, Qwen2, Qwen3) share one naming; what a config switches on adds names.
+Decoders (Llama, Mistral, Qwen2, Qwen3) share one naming, to which a config's switches add. Encoders (BERT, RoBERTa,
+XLM-RoBERTa) share another below a prefix of their own, which some checkpoints leave out.
 """
 
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Final
 
-from engine.models.config import ModelConfig
+from engine.models.config import EncoderConfig, ModelConfig, ModelConfigError
 
 _PREFIX: Final = "model."
+_ENCODER_PREFIXES: Final = ("", "bert.", "roberta.")
+_ENCODER_HEADS: Final = ("cls.", "lm_head.")  # of what they were trained with
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ def decoder_entries(config: ModelConfig, prefix: str = _PREFIX) -> list[Paramete
     hidden = config.hidden
     table = [_entry("embedding", (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
     for layer in range(config.layers):
-        table += _layer(config, f"{prefix}layers.{layer}.", f"layers.{layer}.")
+        table += _decoder_layer(config, f"{prefix}layers.{layer}.", f"layers.{layer}.")
     table.append(_entry("norm", (f"{prefix}norm.weight", (hidden,))))
     if not (config.tied_head or config.vectors):
         table.append(_entry("head.weight", ("lm_head.weight", (config.vocabulary, hidden))))
@@ -51,33 +54,83 @@ def is_unused_tensor(config: ModelConfig, name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq") or ((config.tied_head or config.vectors) and name == "lm_head.weight")
 
 
+def encoder_prefix(names: Container[str]) -> str:
+    """The prefix of the encoder's own names among these. Raises ModelConfigError where the names are no encoder's."""
+    for prefix in _ENCODER_PREFIXES:
+        if prefix + "embeddings.word_embeddings.weight" in names:
+            return prefix
+    raise ModelConfigError(
+        "the checkpoint has no embeddings.word_embeddings.weight: it is not of the kind config.json says"
+    )
+
+
+def encoder_entries(config: EncoderConfig, prefix: str) -> list[ParameterEntry]:
+    """Every parameter. A norm's weight and bias are one tensor, one behind the other."""
+    hidden, tables = config.hidden, prefix + "embeddings."
+    entries = [
+        _entry("words", (f"{tables}word_embeddings.weight", (config.vocabulary, hidden))),
+        _entry("positions", (f"{tables}position_embeddings.weight", (config.positions, hidden))),
+        _entry("types", (f"{tables}token_type_embeddings.weight", (config.types, hidden))),
+        _norm("norm", f"{tables}LayerNorm", hidden),
+    ]
+    for layer in range(config.layers):
+        entries += _encoder_layer(config, f"{prefix}encoder.layer.{layer}.", f"layers.{layer}.")
+    if config.scores:
+        dense, out = f"{prefix}pooler.dense", "classifier"
+        if config.roberta:
+            dense, out = "classifier.dense", "classifier.out_proj"
+        entries += _linear("pooler", [(dense, hidden)], hidden)
+        entries += _linear("score", [(out, 1)], hidden)
+    return entries
+
+
+def is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> bool:
+    """Tensors that checkpoints carry and this model has no use for: positions written out, and other heads."""
+    unused_pooler = not config.scores and name.startswith(f"{prefix}pooler.")
+    return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_ENCODER_HEADS)
+
+
+def _decoder_layer(config: ModelConfig, source: str, prefix: str) -> list[ParameterEntry]:
+    hidden, inner, head = config.hidden, config.intermediate, config.head_dim
+    q, kv = config.heads * head, config.kv_heads * head
+    attention = [(f"{source}self_attn.{part}_proj", width) for part, width in (("q", q), ("k", kv), ("v", kv))]
+    gated = [(f"{source}mlp.{part}_proj", inner) for part in ("gate", "up")]
+    head_norms = ("q_norm", "k_norm") if config.qk_norm else ()
+    return [
+        _entry(f"{prefix}attention_norm", (f"{source}input_layernorm.weight", (hidden,))),
+        *_linear(f"{prefix}qkv", attention, hidden, config.qkv_bias),
+        *(_entry(f"{prefix}{norm}", (f"{source}self_attn.{norm}.weight", (head,))) for norm in head_norms),
+        *_linear(f"{prefix}output", [(f"{source}self_attn.o_proj", hidden)], q, config.output_bias),
+        _entry(f"{prefix}mlp_norm", (f"{source}post_attention_layernorm.weight", (hidden,))),
+        *_linear(f"{prefix}gate_up", gated, hidden, config.mlp_bias),
+        *_linear(f"{prefix}down", [(f"{source}mlp.down_proj", hidden)], inner, config.mlp_bias),
+    ]
+
+
+def _encoder_layer(config: EncoderConfig, source: str, prefix: str) -> list[ParameterEntry]:
+    hidden, inner = config.hidden, config.intermediate
+    heads = [(f"{source}attention.self.{part}", hidden) for part in ("query", "key", "value")]
+    return [
+        *_linear(f"{prefix}qkv", heads, hidden),
+        *_linear(f"{prefix}output", [(f"{source}attention.output.dense", hidden)], hidden),
+        _norm(f"{prefix}attention_norm", f"{source}attention.output.LayerNorm", hidden),
+        *_linear(f"{prefix}up", [(f"{source}intermediate.dense", inner)], hidden),
+        *_linear(f"{prefix}down", [(f"{source}output.dense", hidden)], inner),
+        _norm(f"{prefix}norm", f"{source}output.LayerNorm", hidden),
+    ]
+
+
 def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
     return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources))
 
 
-def _layer(config: ModelConfig, source: str, prefix: str) -> list[ParameterEntry]:
-    hidden, inner, head = config.hidden, config.intermediate, config.head_dim
-    q, kv = config.heads * head, config.kv_heads * head
-    attention = [(source + "self_attn.q_proj", q), (source + "self_attn.k_proj", kv), (source + "self_attn.v_proj", kv)]
-    gated = [(source + "mlp.gate_proj", inner), (source + "mlp.up_proj", inner)]
-
-    table = [_entry(prefix + "attention_norm", (source + "input_layernorm.weight", (hidden,)))]
-    table += _linear(prefix + "qkv", attention, hidden, config.qkv_bias)
-    if config.qk_norm:
-        table += [
-            _entry(prefix + f"{which}_norm", (source + f"self_attn.{which}_norm.weight", (head,)))
-            for which in ("q", "k")
-        ]
-    table += _linear(prefix + "output", [(source + "self_attn.o_proj", hidden)], q, config.output_bias)
-    table.append(_entry(prefix + "mlp_norm", (source + "post_attention_layernorm.weight", (hidden,))))
-    table += _linear(prefix + "gate_up", gated, hidden, config.mlp_bias)
-    table += _linear(prefix + "down", [(source + "mlp.down_proj", hidden)], inner, config.mlp_bias)
-    return table
+def _norm(parameter: str, name: str, width: int) -> ParameterEntry:
+    return _entry(parameter, (f"{name}.weight", (width,)), (f"{name}.bias", (width,)))
 
 
-def _linear(parameter: str, parts: list[tuple[str, int]], inputs: int, bias: bool) -> list[ParameterEntry]:
-    """A weight [outputs, inputs] and, where the config has one, its bias."""
-    weight = _entry(parameter + ".weight", *((name + ".weight", (outputs, inputs)) for name, outputs in parts))
+def _linear(parameter: str, parts: list[tuple[str, int]], inputs: int, bias: bool = True) -> list[ParameterEntry]:
+    """A weight [outputs, inputs] stacked from (name, outputs) and, where the model has one, its bias."""
+    weight = _entry(f"{parameter}.weight", *((f"{name}.weight", (outputs, inputs)) for name, outputs in parts))
     if not bias:
         return [weight]
-    return [weight, _entry(parameter + ".bias", *((name + ".bias", (outputs,)) for name, outputs in parts))]
+    return [weight, _entry(f"{parameter}.bias", *((f"{name}.bias", (outputs,)) for name, outputs in parts))]

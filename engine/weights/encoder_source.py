@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from engine.models.bert import EncoderParameters, assemble_encoder
-from engine.models.encoder_config import EncoderConfig
-from engine.models.encoder_names import encoder_entries, encoder_prefix, is_unused_encoder_tensor
+from engine.models.config import EncoderConfig
+from engine.models.weight_names import encoder_entries, encoder_prefix, is_unused_encoder_tensor
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import plain_formats

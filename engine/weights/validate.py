@@ -16,12 +16,26 @@ import msgspec
 
 from engine.bf12.layout import GROUP_OUTPUTS, words_of
 from engine.models.config import DECODER_ARCHITECTURES as DECODERS
-from engine.models.config import HEADLESS, ModelConfig, ModelConfigError, read_decoder_config, read_json
-from engine.models.encoder_config import ENCODER_ARCHITECTURES as ENCODERS
-from engine.models.encoder_config import EncoderConfig, is_encoder, read_encoder_config
-from engine.models.encoder_names import encoder_entries, is_unused_encoder_tensor
-from engine.models.encoder_names import encoder_prefix as encoder_prefix_of
-from engine.models.weight_names import ParameterEntry, decoder_entries, decoder_prefix, is_unused_tensor
+from engine.models.config import ENCODER_ARCHITECTURES as ENCODERS
+from engine.models.config import (
+    HEADLESS,
+    EncoderConfig,
+    ModelConfig,
+    ModelConfigError,
+    is_encoder,
+    read_decoder_config,
+    read_encoder_config,
+    read_json,
+)
+from engine.models.weight_names import (
+    ParameterEntry,
+    decoder_entries,
+    decoder_prefix,
+    encoder_entries,
+    is_unused_encoder_tensor,
+    is_unused_tensor,
+)
+from engine.models.weight_names import encoder_prefix as encoder_prefix_of
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
