@@ -13,8 +13,7 @@ from torch import Tensor
 
 from engine.execution.memory_plan import CONTEXT_BYTES
 from engine.memory.errors import OutOfDeviceMemory
-from engine.memory.streams import DeviceStream, StreamEvent
-from engine.memory.trim import trim_memory
+from engine.memory.streams import DeviceStream, StreamEvent, trim_memory
 from engine.models.bert import BertEncoder
 from engine.step.cost_model import CostModel
 from engine.step.encoder_layout import unpack_texts
@@ -73,9 +72,9 @@ class EncoderMemory:
         try:
             with self.stream.entered():
                 self.encoder = self._load()
-        except torch.OutOfMemoryError as error:
+        except OutOfDeviceMemory:
             trim_memory(self.stream.device)
-            raise OutOfDeviceMemory(str(error)) from error
+            raise
         return self._weights_bytes
 
     def arrived(self) -> bool:
@@ -118,15 +117,12 @@ class EncoderRunner:
         assert max(texts.lengths) <= self.limits.context_tokens, "a text past the context"
         assert 0 <= texts.tokens_T.min() <= texts.tokens_T.max() < self.limits.vocabulary, "a token past the vocabulary"
         mark = self._stream.mark()
-        try:
-            with self._stream.entered():
-                vectors_SH = encoder.vectors(texts, self._beat)
-                if self._stream.queues:
-                    landed_SH = self._stream.staging(*vectors_SH.shape, dtype=torch.float32)
-                    vectors_SH = landed_SH.copy_(vectors_SH, non_blocking=True)
-                mark.set()
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(str(error)) from error
+        with self._stream.entered():
+            vectors_SH = encoder.vectors(texts, self._beat)
+            if self._stream.queues:
+                host_SH = self._stream.staging(*vectors_SH.shape, dtype=torch.float32)
+                vectors_SH = host_SH.copy_(vectors_SH, non_blocking=True)
+            mark.set()
         return InflightVectors(vectors_SH, mark)
 
     def warm_up(self) -> bool:

@@ -24,7 +24,7 @@ from engine.models.config import ModelConfig
 from engine.models.gpu_step import StepBuffers
 from engine.models.llama import kv_shape
 from engine.protocol.specs import ModelSpec
-from engine.step.executor import MemoryUsage, PagedLayout
+from engine.step.executor import MemoryUsage
 from engine.weights.device_buffer import WeightBuffer
 
 
@@ -37,23 +37,34 @@ class GpuMemory:
     """
 
     def __init__(
-        self, weights: WeightBuffer, pool: KVPool, layout: PagedLayout, buffers: StepBuffers, workspace: Workspace,
-        host_tier: HostKVTier, stream: DeviceStream,
+        self, model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pool: KVPool,
+        step_limits: StepLimits, context_tokens: int, stream: DeviceStream,
     ) -> None:  # fmt: skip
-        """`stream` is the one that steps are launched into."""
+        """Adds a workspace for steps of the most rows, and a host tier, to weights and a pool. Steps are launched into
+        `stream`. Raises OutOfDeviceMemory, and then the workspace is closed."""
         self.awake = True
         self.standby = False
         self.sampled_rows = 0
         self.pool = pool
-        self.layout = layout
-        self.buffers = buffers
-        self.workspace = workspace
+        self.layout = paged_layout(model, pool, context_tokens)
+        self.workspace = Workspace(weights.arena, stream.device)
         self.stream = stream
         self.map = pool.map
         self._weights = weights
-        self._host_tier = host_tier
         self._copies = DeviceStream(stream.device)
         self._arrivals: list[StreamEvent] = []
+        rows = max(step_limits.rows, *capture_sizes(step_limits.rows))
+        sampled_rows = capture_sizes(step_limits.sequences)[-1]
+        with ExitStack() as undoing:
+            undoing.callback(self.workspace.close)  # nothing else ever gives its memory back
+            undoing.callback(stream.wait)
+            with stream.entered(), self.workspace.entered():
+                self.buffers = StepBuffers.make(
+                    config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens
+                )
+                kept_bytes = host_tier_bytes(model, pool, context_tokens)
+                self._host_tier = HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
+            undoing.pop_all()
 
     @property
     def mapped(self) -> list[int]:
@@ -99,14 +110,15 @@ class GpuMemory:
             self.workspace.map()
             undoing.callback(self.workspace.unmap)
             self.pool.map(needed)
-            undoing.callback(self._abandon, needed)
+            undoing.callback(self._zero_and_unmap, needed)
+            undoing.callback(self._copies.wait)
             with self.stream.entered():
                 self.buffers.renew()
             copied = self._host_tier.restore(restore, self._copies)
-            self._arrivals = self._weights.send(self._copies)
+            arrivals = self._weights.send(self._copies)
             self.pool.map([extent for extent in extents if extent not in needed])  # while copies are under way
             undoing.pop_all()
-        self.awake, self.sampled_rows = True, 0
+        self.awake, self.sampled_rows, self._arrivals = True, 0, arrivals
         return copied + self._weights.bytes
 
     def close(self) -> None:
@@ -118,15 +130,6 @@ class GpuMemory:
         self._host_tier.close()
         self._weights.close()
         self.pool.unmap(self.pool.mapped)
-
-    def _abandon(self, extents: Items[int]) -> None:
-        """Unmaps extents that kept blocks are on their way to, zeroed."""
-        self._copies.wait()
-        self._arrivals = []
-        with self.stream.entered():
-            self.pool.clear(extents)
-        self.stream.wait()
-        self.pool.unmap(extents)
 
     def arrived(self) -> bool:
         """Whether everything is there. The host forgets the kept blocks then."""
@@ -157,10 +160,7 @@ class GpuMemory:
     def unmap(self, extents: Items[int]) -> None:
         """Zeroes these extents and gives their memory back, when the device has done what is queued."""
         self._follow_restored()
-        with self.stream.entered():
-            self.pool.clear(extents)
-        self.stream.wait()
-        self.pool.unmap(extents)
+        self._zero_and_unmap(extents)
 
     def fixed_bytes(self, graphs: int) -> int:
         """What the model takes of the device beside its KV, with so many graphs."""
@@ -184,6 +184,12 @@ class GpuMemory:
             standby_bytes=self._weights.bytes + self._host_tier.max_bytes,
         )
 
+    def _zero_and_unmap(self, extents: Items[int]) -> None:
+        with self.stream.entered():
+            self.pool.clear(extents)
+        self.stream.wait()
+        self.pool.unmap(extents)
+
     def _follow_restored(self) -> None:
         """Queues what is done to blocks behind their way back from the host, which the first mark is behind."""
         for mark in self.arrivals()[:1]:
@@ -199,33 +205,8 @@ def open_gpu_memory(
 ) -> GpuMemory:  # fmt: skip
     """Reserves a pool for as much KV as the device could hold beside the weights, with one extent mapped.
     Raises OutOfDeviceMemory or DoesNotFit."""
-    arena = weights.arena
     shape = kv_shape(config, model.block_tokens, torch.float8_e4m3fn if model.kv_dtype == "fp8" else dtype)
-    kv_bytes = arena.max_bytes - weights.bytes
+    kv_bytes = weights.arena.max_bytes - weights.bytes
     blocks = kv_blocks(model, shape, context_tokens, step_limits.sequences, kv_bytes, kv_bytes)
-    stream = DeviceStream(device)
-    pool = KVPool(shape, blocks, arena, extents=1)
-    return gpu_memory_of(model, config, dtype, weights, pool, step_limits, context_tokens, stream)
-
-
-def gpu_memory_of(
-    model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pool: KVPool,
-    step_limits: StepLimits, context_tokens: int, stream: DeviceStream,
-) -> GpuMemory:  # fmt: skip
-    """Adds a workspace for steps of the most rows, and a host tier, to weights and a pool. Where that fails, the
-    workspace is closed."""
-    rows = max(step_limits.rows, *capture_sizes(step_limits.rows))
-    sampled_rows = capture_sizes(step_limits.sequences)[-1]
-    kept_bytes = host_tier_bytes(model, pool, context_tokens)
-    layout = paged_layout(model, pool, context_tokens)
-    workspace = Workspace(weights.arena, stream.device)
-    with ExitStack() as undoing:
-        undoing.callback(workspace.close)  # nothing else ever gives its memory back
-        undoing.callback(stream.wait)
-        with stream.entered(), workspace.entered():
-            buffers = StepBuffers.make(
-                config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens
-            )
-            host_tier = HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
-        undoing.pop_all()
-    return GpuMemory(weights, pool, layout, buffers, workspace, host_tier, stream)
+    pool = KVPool(shape, blocks, weights.arena, extents=1)
+    return GpuMemory(model, config, dtype, weights, pool, step_limits, context_tokens, DeviceStream(device))

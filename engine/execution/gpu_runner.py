@@ -115,21 +115,18 @@ class GpuRunner:
         self._launches += 1
         staged.begin(batch)
         self._memory.sampled_rows = sampled_rows
-        try:
-            with self._stream.entered():
-                wide = self._upload(packed, batch, staged)
-                bodies = self._wide_bodies if wide else self._bodies
-                if arrivals := self._memory.arrivals():
-                    self._run_behind(arrivals, rows, wide)
-                else:
-                    self._prepare_now_and_then(bodies, rows)
-                    bodies.launch(rows)
-                staged.batch = batch if batch.masked else None
-                if sampled_rows and staged.batch is None:
-                    self._sample(batch, staged)
-                staged.mark.set()
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(str(error)) from error
+        with self._stream.entered():
+            wide = self._upload(packed, batch, staged)
+            bodies = self._wide_bodies if wide else self._bodies
+            if arrivals := self._memory.arrivals():
+                self._run_behind(arrivals, rows, wide)
+            else:
+                self._prepare_now_and_then(bodies, rows)
+                bodies.launch(rows)
+            staged.batch = batch if batch.masked else None
+            if sampled_rows and staged.batch is None:
+                self._sample(batch, staged)
+            staged.mark.set()
         return staged
 
     def sample(self, step: InflightStep, masks_MW: Int32s) -> None:
@@ -139,13 +136,10 @@ class GpuRunner:
         batch, step.batch, count = step.batch, None, len(masks_MW)
         assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
         self._masks_RW.numpy()[:count] = masks_MW
-        try:
-            with self._stream.entered():
-                self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
-                self._sample(batch, step)
-                step.mark.set()
-        except torch.OutOfMemoryError as error:
-            raise OutOfDeviceMemory(str(error)) from error
+        with self._stream.entered():
+            self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
+            self._sample(batch, step)
+            step.mark.set()
 
     def close(self) -> None:
         """Gives the graphs back when the launched steps are done. It may be called again. No other GpuRunner of the

@@ -6,8 +6,7 @@ Arithmetic only: it does not measure what is free or what a step needs.
 from typing import Final
 
 from engine.kernels.reference import KEY_STEP
-from engine.kvcache.layout import KVShape
-from engine.kvcache.tensors import KVPool
+from engine.kvcache.tensors import KVPool, KVShape
 from engine.protocol.specs import ModelSpec
 from engine.step.executor import PagedLayout
 

@@ -10,9 +10,10 @@ import torch
 from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
 from engine.execution.device_select import select_device
 from engine.execution.dtype_select import decoder_dtype
-from engine.execution.memory_plan import context_tokens, require_sizes
+from engine.execution.memory_plan import DoesNotFit, context_tokens, require_sizes
 from engine.execution.open_cpu import open_cpu
 from engine.execution.open_encoder import open_encoder
+from engine.memory.errors import OutOfDeviceMemory
 from engine.models.config import is_encoder, read_decoder_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
@@ -63,7 +64,10 @@ def _open_decoder(
         else:
             from engine.execution.open_gpu import open_gpu  # only here: a CPU needs no Triton
 
-            parts = open_gpu(model, config, source, tokens, beat, device_bytes, standby, resources)
+            try:
+                parts = open_gpu(model, config, source, tokens, beat, device_bytes, standby, resources)
+            except OutOfDeviceMemory as error:
+                raise DoesNotFit(f"{model.name}: {error}") from error
         runner, memory, report = parts
         layout = memory.layout
         log.info(

@@ -7,8 +7,7 @@ from typing import Final
 
 import psutil
 
-from engine.execution.cpu_memory import CpuMemory
-from engine.execution.cpu_runner import CpuRunner
+from engine.execution.cpu_runner import CpuMemory, CpuRunner
 from engine.execution.memory_plan import host_tier_bytes, initial_extents, kv_blocks, paged_layout
 from engine.hostinfo.memory import available_memory_bytes
 from engine.kvcache.tensors import KVPool

@@ -17,7 +17,6 @@ from engine.execution.gpu_trial import TrialSteps
 from engine.execution.memory_plan import GRAPH_BYTES, DoesNotFit, initial_extents
 from engine.execution.staging import StepLimits
 from engine.kernels.compile_cache import name_kernels, share_kernel_cache
-from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.virtual_memory import Arena
 from engine.models.config import ModelConfig
 from engine.protocol.reports import MemoryReport
@@ -38,18 +37,8 @@ def open_gpu(
     device_bytes leave, and captures hot graphs. Takes over what an earlier start measured, and then captures the first
     graphs only. `resources` closes everything, in the order graphs, memory, weights.
 
-    Raises DoesNotFit.
+    Raises DoesNotFit or OutOfDeviceMemory.
     """
-    try:
-        return _open(model, config, source, context_tokens, beat, device_bytes, standby, resources)
-    except OutOfDeviceMemory as error:
-        raise DoesNotFit(f"{model.name}: {error}") from error
-
-
-def _open(
-    model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
-    device_bytes: int | None, standby: bool, resources: ExitStack,
-) -> tuple[GpuRunner, GpuMemory, MemoryReport]:  # fmt: skip
     _require_weights_fit(source)
     device = source.device
     weights = WeightBuffer(Arena.of(device), source.shapes)

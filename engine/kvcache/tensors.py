@@ -1,21 +1,51 @@
-"""The KV cache's tensors: blocks of slots, one slot per token and layer, and which of them have memory. It knows no
-sequences and no owners."""
+"""The KV cache's tensors: blocks of slots, one slot per token and layer, what lies in them, and which of them have
+memory. It knows no sequences and no owners."""
 
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.kvcache.layout import KVShape
 from engine.memory.virtual_memory import Arena, contiguous_ranges
 
 EXTENT_BYTES: Final = 1 << 30
 _EXTENTS: Final = 64
 _COPIED_BLOCKS: Final = 256  # at once
 _CPU: Final = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one slot of one layer holds: K of all KV heads, then V of all KV heads."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def slot_width(self) -> int:
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def layer_block_bytes(self) -> int:
+        return self.block_tokens * self.slot_width * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self.layers * self.layer_block_bytes
+
+    @property
+    def layout(self) -> str:
+        """Names the meaning of a block's bytes: two pools may exchange blocks only where it is equal."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"kv-{dtype}-l{self.layers}-h{self.kv_heads}x{self.head_dim}-b{self.block_tokens}"
 
 
 class KVPool:

@@ -3,11 +3,16 @@
 It is the one place that tells a GPU from a device that computes at once, as a CPU does when it tries the GPU's path.
 """
 
+import ctypes
+import sys
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
+
+from engine.memory.errors import OutOfDeviceMemory
 
 
 class DeviceStream:
@@ -18,9 +23,14 @@ class DeviceStream:
         self.queues = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self.queues else None
 
-    def entered(self) -> AbstractContextManager[None]:
-        """What torch computes within it is queued here."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """What torch computes within it is queued here. Raises OutOfDeviceMemory where torch gets too little."""
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(str(error)) from error
 
     def mark(self) -> "StreamEvent":
         return StreamEvent(self._stream)
@@ -70,3 +80,13 @@ class StreamEvent:
         if self.event is None or earlier.event is None:
             return 0.0
         return float(earlier.event.elapsed_time(self.event))
+
+
+def trim_memory(device: torch.device) -> None:
+    """Returns memory to the system that was freed, and that torch or the C library keep for later allocations."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # of another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)

@@ -46,18 +46,14 @@ class Workspace:
         return [region.size for region in self._segments]
 
     def grow(self, segments: Items[int]) -> None:
-        """Gets the large ones of these segments ahead, for the stream that is entered. Raises OutOfDeviceMemory.
+        """Gets the large ones of these segments ahead, for the stream that is entered.
 
         A tensor as large as a segment lies in one of its own, and leaves it to steps.
         """
         if self._segments.pool is None:
             return
-        with self.entered():
-            try:
-                got = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segments if size >= _LARGE]
-            except torch.OutOfMemoryError as error:
-                raise OutOfDeviceMemory(str(error)) from error
-            del got
+        with self.entered():  # all of them at once: what is freed is given to the next
+            _ = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segments if size >= _LARGE]
 
     @property
     def graph_pool(self) -> Any:

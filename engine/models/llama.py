@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.bf12.codec import Bf12Weight
-from engine.kvcache.layout import KVShape
+from engine.kvcache.tensors import KVShape
 from engine.models.config import ModelConfig
 from engine.models.decoder_layer import DecoderLayer, DecoderParameters
 

@@ -21,8 +21,7 @@ import redis
 import torch
 
 import engine.builtin_model
-from engine.kvcache.layout import KVShape
-from engine.kvcache.tensors import extent_blocks
+from engine.kvcache.tensors import KVShape, extent_blocks
 from engine.memory.virtual_memory import HostMemoryDriver
 from engine.protocol.reports import MemoryReport, memory_report_path
 from gateway.text.tokenizer import ModelTokenizer

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.bf12.metadata import CompressionLevel
 from engine.execution import gpu_memory
-from engine.execution.gpu_memory import gpu_memory_of
+from engine.execution.gpu_memory import GpuMemory
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.open import open_model
 from engine.execution.staging import StepLimits
@@ -86,7 +86,7 @@ def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **chang
     pool = KVPool(kv_shape(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
     poison(pool)
     stream = DeviceStream(CPU)
-    memory = gpu_memory_of(model, config, weight_source.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
+    memory = GpuMemory(model, config, weight_source.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
     memory.standby = True
     runner = GpuRunner(config, parameters, memory, most, CONTEXT_TOKENS, graph_rows=0)
     poolings = frozenset({Pooling.LAST} if config.vectors else ())
@@ -147,7 +147,7 @@ def test_without_memory_for_what_is_kept_the_workspace_is_closed(tmp_path: Path)
     with (
         patch.object(gpu_memory, "HostKVTier", side_effect=torch.OutOfMemoryError("no memory is left")),
         patch.object(Workspace, "close", autospec=True) as close,
-        pytest.raises(torch.OutOfMemoryError, match="no memory is left"),
+        pytest.raises(OutOfDeviceMemory, match="no memory is left"),
     ):
         interpreted(folder)
     close.assert_called_once()

@@ -12,8 +12,7 @@ from engine.execution.memory_plan import (
     min_extents,
     min_kv_blocks,
 )
-from engine.kvcache.layout import KVShape
-from engine.kvcache.tensors import KVPool
+from engine.kvcache.tensors import KVPool, KVShape
 from engine.protocol.specs import ModelSpec
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype=torch.bfloat16)

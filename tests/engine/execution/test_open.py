@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution import cpu_memory
+from engine.execution import cpu_runner
 from engine.execution.memory_plan import DoesNotFit
 from engine.execution.open import open_model
 from engine.layers import linear_cpu
@@ -380,7 +380,7 @@ def test_without_memory_it_neither_wakes_nor_sleeps_and_is_as_before(
     runner = open_small(folders["qwen3"])
     expected = write(runner, [3, 4, 5], [0, 1], GREEDY, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu_memory, "available_memory_bytes", lambda: 10)
+        patch.setattr(cpu_runner, "available_memory_bytes", lambda: 10)
         with pytest.raises(OutOfHostMemory):
             runner.sleeper.sleep([0])
         assert write(runner, [3, 4, 5], [0, 1], GREEDY, 20) == expected

@@ -4,8 +4,7 @@ import psutil
 import pytest
 import torch
 
-from engine.kvcache.layout import KVShape
-from engine.kvcache.tensors import EXTENT_BYTES, KVPool, extent_blocks
+from engine.kvcache.tensors import EXTENT_BYTES, KVPool, KVShape, extent_blocks
 from engine.memory.virtual_memory import Arena
 
 SHAPE = KVShape(layers=2, kv_heads=3, head_dim=8, block_tokens=4, dtype=torch.bfloat16)
