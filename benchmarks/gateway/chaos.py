@@ -29,10 +29,11 @@ from msgspec import structs
 from benchmarks.record import record
 from tenants.records.limits import NO_LIMITS, Limits
 from tests.end_to_end.broken import BREAKS
-from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster, until
+from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster
 from tests.end_to_end.crowd import Crowd, End, Visit, call
 from tests.end_to_end.reckoning import Reckoning, Watch, reckon
 from tests.support.served_gateway import Client
+from tests.support.waiting import until
 
 CLIENTS: Final = 200
 LEAVING: Final = 0.3

@@ -20,7 +20,8 @@ from tenants.records.limits import Limits
 from tests.support.certificates import trusting, write_certificate
 from tests.support.early_disconnects import Held
 from tests.support.hostile_clients import besieged, go_on
-from tests.support.served_gateway import served, until
+from tests.support.served_gateway import served
+from tests.support.waiting import until
 
 CLIENTS: Final = 16
 SUCCEED: Final = 0.999

@@ -18,7 +18,8 @@ import uvloop
 
 from benchmarks.record import record
 from tenants.records.limits import Limits
-from tests.support.served_gateway import open_files, served, until, visit
+from tests.support.served_gateway import open_files, served, visit
+from tests.support.waiting import until
 
 AT_ONCE: Final = 250
 UNLIMITED: Final = Limits(requests_per_minute=6_000_000, neurons_per_day=1e9, concurrent_requests=1_000_000)

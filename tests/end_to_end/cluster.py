@@ -26,6 +26,7 @@ from tenants.records.limits import Limits
 from tenants.store.protocol import Store
 from tests.support.redis_server import RedisServer, free_port
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 ROOT: Final = Path(__file__).parents[2]
 START_S: Final = 60.0
@@ -89,13 +90,15 @@ class Cluster:
         """Returns once it is ready."""
         self._gateways[gateway] = process = self._launch(gateway)
         url = f"http://127.0.0.1:{self.ports[gateway]}/readyz"
-        async with asyncio.timeout(START_S), httpx.AsyncClient() as client:
-            while True:
+        async with httpx.AsyncClient() as client:
+
+            async def ready() -> bool:
                 assert process.poll() is None, self._said(gateway)
                 with contextlib.suppress(httpx.TransportError):
-                    if (await client.get(url)).status_code == 200:
-                        return
-                await asyncio.sleep(0.05)
+                    return (await client.get(url)).status_code == 200
+                return False
+
+            await until(ready, START_S, "the gateway is ready")
 
     def _launch(self, gateway: int) -> "subprocess.Popen[bytes]":
         command = [sys.executable, *self.program, "gateway", "--port", str(self.ports[gateway])]
@@ -185,13 +188,6 @@ name = "{MODEL}"
 folder = "{ROOT / "engine" / "builtin_model"}"
 price = {{ input = {INPUT_PRICE}, output = {OUTPUT_PRICE} }}
 """
-
-
-async def until(true: Callable[[], bool], within_s: float, what: str) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, f"not within {within_s} s: {what}"
-        await asyncio.sleep(0.05)
 
 
 # ---- what may happen to Redis ----------------------------------------------------------------------------------------

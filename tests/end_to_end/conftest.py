@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
+from tests.support.waiting import wait_for
 
 EMBER = "@cf/hearth/ember"
 START_S = 90.0
@@ -81,16 +82,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def wait_for(seen: Callable[[], Any], within_s: float, what: str) -> Any:
-    """Polls until `seen` gives something true, which it returns."""
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if found := seen():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"not within {within_s} s: {what}")
 
 
 def answers(url: str) -> bool:

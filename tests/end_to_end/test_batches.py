@@ -13,8 +13,9 @@ from gateway.batch.worker import LEASE_S
 from tenants.open import open_store
 from tenants.records.usage import MICRO, UsageRecord, day_of
 from tests.end_to_end.beside_queue import measure
-from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
+from tests.end_to_end.conftest import EMBER, Hearth, serving
 from tests.end_to_end.ledger import read_totals
+from tests.support.waiting import wait_for
 
 REQUESTS = 60
 pytestmark = pytest.mark.timeout(300)  # a machine with other work takes a while for so many

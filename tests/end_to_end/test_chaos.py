@@ -14,10 +14,11 @@ from msgspec import structs
 
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import UsageRecord
-from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster, until
+from tests.end_to_end.cluster import FAULTS, Cluster, Tenant, cluster
 from tests.end_to_end.crowd import Crowd, End, Visit
 from tests.end_to_end.reckoning import Watch, complain, reckon
 from tests.support.served_gateway import looped
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.xdist_group("chaos")
 

@@ -13,7 +13,8 @@ import torch
 
 import engine.builtin_model
 from engine.compression.expand import expand_folder
-from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving, wait_for
+from tests.end_to_end.conftest import EMBER, Hearth, run_hearth, serving
+from tests.support.waiting import wait_for
 
 WEIGHTS = Path(engine.builtin_model.__file__).parent
 PACKED = "@cf/acme/packed"

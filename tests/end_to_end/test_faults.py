@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.end_to_end.conftest import EMBER, Hearth, answers, events, free_port, run_hearth, serving, wait_for
+from tests.end_to_end.conftest import EMBER, Hearth, answers, events, free_port, run_hearth, serving
+from tests.support.waiting import wait_for
 
 LONG = {"prompt": "Tell me a very long story.", "stream": True, "max_tokens": 2000, "temperature": 1.5}
 

@@ -8,7 +8,8 @@ import subprocess
 import httpx
 import pytest
 
-from tests.end_to_end.conftest import EMBER, START_S, Hearth, events, wait_for
+from tests.end_to_end.conftest import EMBER, START_S, Hearth, events
+from tests.support.waiting import wait_for
 
 SYSTEM = (
     "You are the assistant of the Harbour Street Library. Facts you may use:\n"

@@ -7,7 +7,8 @@ import anthropic
 import openai
 import pytest
 
-from tests.end_to_end.conftest import EMBER, Hearth, wait_for
+from tests.end_to_end.conftest import EMBER, Hearth
+from tests.support.waiting import wait_for
 
 ASK: Any = [{"role": "user", "content": "Hello! Who are you?"}]
 GREEDY: Any = {"extra_body": {"temperature": 0}}  # which Anthropic's SDK knows no more

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
+from tests.end_to_end.conftest import EMBER, Hearth, serving
 from tests.support.otlp_collector import collecting
+from tests.support.waiting import wait_for
 
 SYSTEM = "You are the desk of Quillfeather House. The access code of the attic is 70417."
 QUESTION = "What is the access code of the attic?"

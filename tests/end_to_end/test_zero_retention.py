@@ -26,9 +26,10 @@ from engine.memory.virtual_memory import HostMemoryDriver
 from engine.protocol.reports import MemoryReport, memory_report_path
 from gateway.text.tokenizer import ModelTokenizer
 from tests.end_to_end.canary import Canaries, Hit, mappings, read_memory
-from tests.end_to_end.conftest import EMBER, Hearth, serving, wait_for
+from tests.end_to_end.conftest import EMBER, Hearth, serving
 from tests.support.otlp_collector import Collector, collecting
 from tests.support.redis_server import RedisServer
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read through /proc")
 

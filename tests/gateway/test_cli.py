@@ -25,6 +25,7 @@ from gateway.state_dir import Credentials, read_credentials, server_secret, writ
 from tenants.auth.accounts import AccountService
 from tenants.auth.errors import Unauthenticated
 from tenants.open import open_store
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -377,15 +378,6 @@ def _answers(url: str) -> bool:
         return httpx.get(f"{url}/healthz", timeout=1).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def wait_for(seen: Any, within_s: float = 60.0) -> Any:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        if found := seen():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"not within {within_s} s")
 
 
 def alive(pids: list[int]) -> list[int]:

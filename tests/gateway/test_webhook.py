@@ -22,7 +22,8 @@ from tenants.records.limits import Limits
 from tenants.records.notices import Notice
 from tenants.records.settings import Notices, Settings
 from tenants.store.protocol import StoreUnavailable
-from tests.support.served_gateway import SECRET, looped, served, until
+from tests.support.served_gateway import SECRET, looped, served
+from tests.support.waiting import until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 

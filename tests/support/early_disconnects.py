@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import psutil
 
-from tests.support.served_gateway import Served, open_files, until
+from tests.support.served_gateway import Served, open_files
+from tests.support.waiting import until
 
 STEP_S: Final = 0.05
 LEAVES_WITHIN_S: Final = 0.4

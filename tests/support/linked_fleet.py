@@ -10,8 +10,8 @@ from engine.protocol.types import SamplingParams, Scope, ScopeKind
 from gateway.cluster.client import ReplicaClient, pack_token_ids
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.cluster.stream import OutputDelta, ReplicaStream
-from tests.support.served_gateway import until
 from tests.support.stub_replica import MODEL, StubFleet
+from tests.support.waiting import until
 
 PROMPT = pack_token_ids(range(40))
 SCOPE = b"s" * 16

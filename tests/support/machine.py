@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import psutil
 from engine.protocol import frames
 from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
 from engine.protocol.types import Residency
+from tests.support.waiting import wait_for
 
 FAKE = Path(__file__).with_name("fake_replica.py")
 QUICK = {
@@ -167,16 +167,6 @@ class Host:
         if self.machine.poll() is None:
             self.machine.kill()
         self.machine.wait()
-
-
-def wait_for(seen: Callable[[], Any], within_s: float = 60.0) -> Any:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until:
-        with contextlib.suppress(FileNotFoundError):
-            if found := seen():
-                return found
-        time.sleep(0.01)
-    raise AssertionError(f"not within {within_s} s")
 
 
 def gone(pid: int) -> bool:

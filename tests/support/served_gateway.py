@@ -26,6 +26,7 @@ from tenants.auth.issuers import Issuer
 from tenants.records.limits import Limits
 from tenants.records.usage import day_of
 from tests.support.stub_replica import MODEL, Behaviour, StubFleet, StubReplica
+from tests.support.waiting import WITHIN_S, until
 
 SECRET = bytes(range(32))
 PRICE = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0)
@@ -101,11 +102,9 @@ class Served:
         messages = [{"role": "user", "content": "hello"}]
         return await self.call("/v1/chat/completions", {"model": MODEL, "messages": messages, **body})
 
-    async def settled(self, seconds: float = 20.0) -> None:
+    async def settled(self, seconds: float = WITHIN_S) -> None:
         """Waits until nothing is open: no reservation, no request, no sequence at the replicas."""
-        async with asyncio.timeout(seconds):
-            while self.quota.open or self.app.open_requests or self.fleet.running:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not (self.quota.open or self.app.open_requests or self.fleet.running), seconds)
 
 
 @dataclass
@@ -194,12 +193,6 @@ def config_for(folder: Path, fleet: StubFleet, server: dict[str, Any]) -> Config
             ModelEntryConfig(name=BUILT_IN, price=PRICE),
         ],
     )
-
-
-async def until(true: Any, seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 class Client:

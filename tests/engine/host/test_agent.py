@@ -18,7 +18,8 @@ from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.heartbeat import ReplicaPhase
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX
 from engine.protocol.types import Residency
-from tests.support.machine import Host, gone, hosting, short_folder, wait_for
+from tests.support.machine import Host, gone, hosting, short_folder
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from engine.protocol import frames
 from engine.protocol.frames import ModelDemand
 from engine.protocol.types import Residency
 from tests.support.fake_replica import BESIDE_BYTES, KEPT_BYTES, MIB
-from tests.support.machine import Host, gone, hosting, short_folder, wait_for
+from tests.support.machine import Host, gone, hosting, short_folder
+from tests.support.waiting import wait_for
 
 WEIGHTS_BYTES = 400 * MIB
 TWO_ROOMS = 1000 * MIB

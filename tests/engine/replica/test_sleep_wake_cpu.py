@@ -16,7 +16,8 @@ import pytest
 from engine.protocol import frames
 from engine.protocol.specs import MachineSpec, ModelSpec
 from engine.protocol.types import Residency, SamplingParams, Scope
-from tests.support.machine import short_folder, wait_for
+from tests.support.machine import short_folder
+from tests.support.waiting import wait_for
 
 EMBER = Path(frames.__file__).parents[1] / "builtin_model"
 MIB = 1 << 20

@@ -4,8 +4,9 @@ import asyncio
 from pathlib import Path
 
 from tests.support.admin_api import served_admin
-from tests.support.served_gateway import looped, until
+from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 
 @looped

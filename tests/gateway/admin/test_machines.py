@@ -7,8 +7,9 @@ from pathlib import Path
 from engine.protocol import frames
 from engine.protocol.types import Residency
 from tests.support.admin_api import served_admin
-from tests.support.served_gateway import looped, until
+from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 
 @looped

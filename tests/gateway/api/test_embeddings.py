@@ -17,8 +17,9 @@ from gateway.config import ModelEntryConfig
 from gateway.inference.embed import AT_ONCE_MAX
 from tenants.records.limits import Limits
 from tests.support import minilm
-from tests.support.served_gateway import PRICE, Served, looped, served, until
+from tests.support.served_gateway import PRICE, Served, looped, served
 from tests.support.stub_replica import MODEL, spread
+from tests.support.waiting import until
 
 WIDTH = 384
 TOKENIZER = AutoTokenizer.from_pretrained(minilm.folder())

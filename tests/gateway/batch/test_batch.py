@@ -20,8 +20,9 @@ from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStat
 from tenants.records.grants import Grant
 from tenants.records.limits import Limits
 from tenants.records.settings import Settings
-from tests.support.served_gateway import Answer, Served, looped, served, until
+from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("impatient")
 QUEUE = "?queueRequest=true"

@@ -12,8 +12,9 @@ from gateway.cluster.client import pack_token_ids
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.cluster.stream import STEPS_MAX, OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
-from tests.support.served_gateway import looped, until
+from tests.support.served_gateway import looped
 from tests.support.stub_replica import StubFleet
+from tests.support.waiting import until
 
 DISK, MEMORY, DEVICE = Residency
 

@@ -14,8 +14,9 @@ from gateway.cluster.client import ReplicaClient, pack_token_ids
 from gateway.cluster.connection import FrameProtocol, connect
 from gateway.cluster.fleet import NoReplicaAvailable, ReplicaFleet, _ReplicaEntry
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
-from tests.support.served_gateway import looped, until
+from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL, StubFleet
+from tests.support.waiting import holds, in_fake_time, turns, until
 
 DISK, MEMORY, DEVICE = Residency
 
@@ -38,8 +39,7 @@ def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
         fleet = ReplicaFleet([stub.address])
         running = asyncio.create_task(fleet.run())
         waiting = asyncio.create_task(link(fleet))
-        await asyncio.sleep(0.1)
-        assert not waiting.done()
+        await holds(lambda: not waiting.done(), 0.1)
         async with stub.serving():
             assert (await waiting).hello.model == MODEL
         running.cancel()
@@ -143,21 +143,21 @@ def test_a_wrong_address_is_an_error_at_the_start() -> None:
         ReplicaFleet(["tcp:10.0.0.1:7000"])
 
 
-@pytest.mark.parametrize("turns", range(5))
-def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(turns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", range(5))
+def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(count: int, tmp_path: Path) -> None:
+    @in_fake_time
     async def run() -> None:
         known = _ReplicaEntry(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", Residency.DEVICE, 1))
         watch = asyncio.create_task(ReplicaFleet([])._keep_replica(known))
         await asyncio.sleep(0.05)  # it could not connect, and waits
         known.changed.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turns(count)
         watch.cancel()
         done, _ = await asyncio.wait([watch], timeout=1)
         assert watch in done
         assert watch.cancelled()
 
-    asyncio.run(run())
+    run()
 
 
 def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_where_these_wait(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ async def asleep(folder: Path, replicas: int = 1, ready_ms: int = 300) -> AsyncI
         yield stub, fleet
 
 
-@looped
+@in_fake_time
 async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_replica(tmp_path: Path) -> None:
     async with asleep(tmp_path) as (stub, fleet):
         tasks = await held(fleet, 50)
@@ -213,7 +213,7 @@ async def test_one_wake_serves_all_who_wait_and_what_they_send_waits_in_the_repl
         assert [sum(len(step.tokens) for step in await collect(stream)) for stream in streams] == [2] * 50
 
 
-@looped
+@in_fake_time
 async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_not_chosen(tmp_path: Path) -> None:
     async with connected(tmp_path, replicas=3) as (stub, fleet):
         stub.move(0, MEMORY, toward=DEVICE)
@@ -224,7 +224,7 @@ async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_no
             assert chosen._replica.address == f"unix:{stub.replicas[2].path}"
 
 
-@looped
+@in_fake_time
 async def test_a_sleeping_replica_tells_of_no_problem_that_a_new_connection_has_ended(tmp_path: Path) -> None:
     async with connected(tmp_path) as (stub, fleet):
         stub.replicas[0].die()
@@ -235,12 +235,13 @@ async def test_a_sleeping_replica_tells_of_no_problem_that_a_new_connection_has_
         assert fleet.replicas()[0].problem == ""
 
 
-@looped
+@in_fake_time
 async def test_the_wait_ends_when_no_machine_can_ever_serve_the_model(tmp_path: Path) -> None:
     async with asleep(tmp_path, replicas=2) as (stub, fleet):
         (task,) = await held(fleet)
         stub.move(0, DISK, ready_ms=-1, problem="it never fits", quarantined=True)
-        await asyncio.sleep(0.05)
+        await until(lambda: fleet.replicas()[0].state.quarantined)
+        await turns(10)
         assert not task.done(), "the other replica may come"
         stub.move(1, DISK, ready_ms=-1, problem="it never fits")
         with pytest.raises(NoReplicaAvailable, match="it never fits") as raised:
@@ -250,7 +251,7 @@ async def test_the_wait_ends_when_no_machine_can_ever_serve_the_model(tmp_path: 
             await link(fleet)
 
 
-@looped
+@in_fake_time
 async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Path) -> None:
     async with asleep(tmp_path, replicas=2) as (stub, fleet):
         stub.move(0, DISK, ready_ms=7_400)
@@ -265,11 +266,10 @@ async def test_the_end_of_the_wait_says_when_the_model_may_be_there(tmp_path: Pa
         asked = len(stub.wakes)
         with pytest.raises(NoReplicaAvailable):
             await link(fleet, wait_s=0.0)
-        await asyncio.sleep(0.05)
-        assert len(stub.wakes) == asked, "who does not wait wakes nothing"
+        await holds(lambda: len(stub.wakes) == asked, 0.05)  # who does not wait wakes nothing
 
 
-@looped
+@in_fake_time
 async def test_a_machine_that_comes_back_is_told_again_who_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,7 +286,7 @@ async def test_a_machine_that_comes_back_is_told_again_who_waits(
         await asyncio.gather(*tasks)
 
 
-@looped
+@in_fake_time
 async def test_what_a_machine_said_that_is_lost_refuses_nobody_until_it_says_it_again(tmp_path: Path) -> None:
     stub = StubFleet(tmp_path)
     fleet = ReplicaFleet([stub.address])
@@ -314,7 +314,7 @@ async def test_what_a_machine_said_that_is_lost_refuses_nobody_until_it_says_it_
         await running
 
 
-@looped
+@in_fake_time
 async def test_one_machine_refuses_nobody_while_another_that_may_serve_was_never_heard(tmp_path: Path) -> None:
     first, second = (StubFleet(tmp_path / name) for name in "ab")
     for stub in (first, second):
@@ -332,7 +332,7 @@ async def test_one_machine_refuses_nobody_while_another_that_may_serve_was_never
         await running
 
 
-@looped
+@in_fake_time
 async def test_what_a_connection_asks_for_ends_with_those_who_leave(tmp_path: Path) -> None:
     async with asleep(tmp_path) as (stub, fleet):
         tasks = await held(fleet, 2)
@@ -342,7 +342,7 @@ async def test_what_a_connection_asks_for_ends_with_those_who_leave(tmp_path: Pa
         assert fleet.waiting(MODEL) == 0
 
 
-@looped
+@in_fake_time
 async def test_the_background_waits_for_no_model_and_wakes_none(tmp_path: Path) -> None:
     async with asleep(tmp_path) as (stub, fleet):
         with pytest.raises(NoReplicaAvailable) as raised:
@@ -371,7 +371,7 @@ async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_d
         stub.move(0, DEVICE)
         await collect(stream)
         ((model, seconds),) = waited
-        assert (model, 0.2 < seconds < 10.0) == (MODEL, True)
+        assert (model, seconds > 0.2) == (MODEL, True)
         stub.move(0, MEMORY, ready_ms=100)
         await until(lambda: not fleet.serves(MODEL))
         with pytest.raises(NoReplicaAvailable):
@@ -381,7 +381,7 @@ async def test_how_long_requests_waited_for_a_model_is_told_once_for_each_that_d
         running.cancel()
 
 
-@looped
+@in_fake_time
 async def test_a_sleeping_replicas_connection_stays_and_one_on_disk_is_not_asked_for(tmp_path: Path) -> None:
     async with asleep(tmp_path) as (stub, fleet):
         hello = fleet.hello(MODEL)
@@ -392,8 +392,7 @@ async def test_a_sleeping_replicas_connection_stays_and_one_on_disk_is_not_asked
         stub.move(0, DISK, ready_ms=900)
         stub.replicas[0].die()
         await until(lambda: fleet.hello(MODEL) is None)
-        await asyncio.sleep(0.3)
-        assert not stub.replicas[0].connections
+        await holds(lambda: not stub.replicas[0].connections, 0.3)
         assert (fleet.replicas()[0].problem, fleet.replicas()[0].expected_s) == ("", 0.9)
         stub.move(0, DISK, toward=DEVICE, ready_ms=900)
         await until(lambda: bool(stub.replicas[0].connections))

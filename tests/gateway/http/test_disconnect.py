@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.served_gateway import Served, looped, open_files, served, until, visit
+from tests.support.served_gateway import Served, looped, open_files, served, visit
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import forever, until
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
 PHASES = [
@@ -26,18 +27,18 @@ PHASES = [
 
 
 @contextlib.asynccontextmanager
-async def slow_quota(gateway: Served) -> AsyncIterator[None]:
-    """The store takes its time over every reservation."""
-    store = gateway.app._tenancy.store
+async def stuck_quota(gateway: Served) -> AsyncIterator[asyncio.Event]:
+    """The store is asked for a reservation, which sets the event, and does not answer."""
+    store, asked = gateway.app._tenancy.store, asyncio.Event()
     reserve = store.quotas.reserve
 
-    async def slowly(*arguments: Any) -> Any:
-        await asyncio.sleep(0.2)
-        return await reserve(*arguments)
+    async def stuck(*_: Any) -> None:
+        asked.set()
+        await forever()
 
-    store.quotas.reserve = slowly  # type: ignore[method-assign, assignment]
+    store.quotas.reserve = stuck  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield asked
     finally:
         store.quotas.reserve = reserve  # type: ignore[method-assign]
 
@@ -52,12 +53,11 @@ async def leave_in(phase: str, gateway: Served) -> None:
         client.writer.write(f"{head}content-length: 1000\r\n\r\n{{".encode())
         await until(lambda: gateway.app.open_requests)
     elif phase == "quota":
-        async with slow_quota(gateway):
+        async with stuck_quota(gateway) as asked:
             await client.post(gateway.run_path, LONG, gateway.headers)
-            await until(lambda: gateway.app.open_requests)
-            await asyncio.sleep(0.05)
+            await asked.wait()
             client.leave()
-            await until(lambda: not gateway.app.open_requests, 0.1)
+            await until(lambda: not gateway.app.open_requests)
     elif phase == "replica":
         await client.post(gateway.run_path.replace(MODEL, "@cf/hearth/ember"), LONG, gateway.headers)
         await until(lambda: gateway.quota.open)
@@ -84,7 +84,7 @@ def test_a_client_that_leaves_frees_everything_at_once(tmp_path: Path, phase: st
     async def call() -> None:
         async with served(tmp_path) as gateway:
             await leave_in(phase, gateway)
-            await gateway.settled(1.0)
+            await gateway.settled(10.0)  # alone each of these calls would last longer
             records = await gateway.records()
             if phase == "body":
                 assert records == []
@@ -110,7 +110,7 @@ async def test_the_engine_does_not_wait_for_a_client_that_does_not_read_and_it_i
         await until(lambda: gateway.fleet.submits)
         await until(lambda: not gateway.fleet.running)  # all tokens were made, though nobody reads
         assert gateway.quota.open == 1
-        await gateway.settled(3.0)
+        await gateway.settled()
         (record,) = await gateway.records()
         assert record.outcome == "client_gone"
         await until(lambda: not gateway.server.server_state.connections)
@@ -132,7 +132,7 @@ async def test_a_client_that_does_not_read_the_end_does_not_keep_its_connection(
         await gateway.settled()  # the request is over, its answer larger than all buffers
         (connection,) = gateway.server.server_state.connections
         connection.timeout_keep_alive_handler()  # type: ignore[union-attr]
-        await until(lambda: not gateway.server.server_state.connections, 2)
+        await until(lambda: not gateway.server.server_state.connections)
         client.leave()
 
 
@@ -203,9 +203,7 @@ async def test_many_clients_that_leave_at_random_leak_nothing(tmp_path: Path) ->
         await gateway.settled()
         await until(lambda: not gateway.server.server_state.connections)
         gc.collect()
-        await asyncio.sleep(0.05)
-        assert len(asyncio.all_tasks()) <= tasks
-        assert open_files() <= files + 1
+        await until(lambda: len(asyncio.all_tasks()) <= tasks and open_files() <= files + 1)
         assert gateway.quota.open == gateway.fleet.running == 0
         records = await gateway.records()
         assert len({record.request_id for record in records}) == len(records)
@@ -218,8 +216,7 @@ async def test_a_fleet_that_crashes_under_many_streams_leaks_nothing(tmp_path: P
         gateway.behaviour.step_s = 0.005
         calls = [asyncio.create_task(gateway.run(prompt=f"hello {i}", max_tokens=60, stream=True)) for i in range(40)]
         for replica in gateway.fleet.replicas:
-            await until(lambda: gateway.fleet.running)
-            await asyncio.sleep(0.03)
+            await until(lambda: any(replica.emitted for replica in gateway.fleet.replicas))
             replica.die()
         answers = await asyncio.gather(*calls)
         assert all(answer.status in (200, 500) for answer in answers)

@@ -8,7 +8,8 @@ import pytest
 from tenants.records.limits import Limits
 from tests.support.certificates import trusting, write_certificate
 from tests.support.hostile_clients import besieged, go_on
-from tests.support.served_gateway import looped, served, until
+from tests.support.served_gateway import looped, served
+from tests.support.waiting import until
 
 UNLIMITED = Limits(requests_per_minute=6_000_000, neurons_per_day=1e9, concurrent_requests=1_000_000)
 

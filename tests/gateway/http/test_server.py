@@ -11,8 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ import pytest
 from starlette.routing import Route
 
 from gateway.http.exchange import Exchange
-from gateway.http.listener import ACCEPTS, _source
+from gateway.http.listener import _PAUSE_S, ACCEPTS, _source
 from gateway.http.server import PIPELINED_MAX, listen
-from tests.support.served_gateway import Client, Served, looped, served, until
+from tests.support.served_gateway import Client, Served, looped, served
+from tests.support.waiting import holds, turns, until, wait_for
 
 ROOT = Path(__file__).parents[3]
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
@@ -104,7 +105,7 @@ async def test_a_kept_connection_serves_one_request_after_the_other(tmp_path: Pa
             await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 2}, gateway.headers)
             assert await client.head() == 200
             assert json.loads(await client.body())["success"]
-            await asyncio.sleep(0.2)
+            await holds(lambda: gateway.server.server_state.connections, 0.2)
         await client.send("GET", "/healthz", b"", {"x": "y" * 17_000})
         assert await client.head() == 431
         client.leave()
@@ -178,13 +179,11 @@ def test_sigterm_drains_a_real_process_and_it_exits_with_0(tmp_path: Path) -> No
     command = [sys.executable, "-m", "gateway.cli", "gateway", "--config", str(toml)]
     child = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(f"http://127.0.0.1:{port}/healthz")
-        began = time.monotonic()
+        wait_for(lambda: answers(f"http://127.0.0.1:{port}/healthz"))
         os.kill(child.pid, signal.SIGTERM)
-        _, errors = child.communicate(timeout=10)
+        _, errors = child.communicate(timeout=60)
         assert child.returncode == 0, errors
         assert "Traceback" not in errors
-        assert time.monotonic() - began < 5
     finally:
         child.kill()
         child.wait()
@@ -197,15 +196,12 @@ def free_port() -> int:
     return port
 
 
-def wait_for(url: str, seconds: float = 30) -> None:
-    until_s = time.monotonic() + seconds
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=1):
-                return
-        except OSError:
-            assert time.monotonic() < until_s, f"{url} did not answer"
-            time.sleep(0.05)
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 @looped
@@ -213,8 +209,7 @@ async def test_a_burst_of_clients_is_accepted_within_a_few_turns_of_the_loop(tmp
     async with served(tmp_path) as gateway:
         before = len(gateway.server.server_state.connections)
         clients = [socket.create_connection(("127.0.0.1", gateway.port)) for _ in range(ACCEPTS)]
-        for _ in range(4):
-            await asyncio.sleep(0)
+        await turns(4)
         assert len(gateway.server.server_state.connections) - before == ACCEPTS
         for client in clients:
             client.close()
@@ -285,13 +280,15 @@ async def test_a_body_that_nobody_reads_ends_in_time_or_the_connection_does(tmp_
         client = await gateway.client()
         client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000000\r\n\r\n")
         assert await client.head() == 200
-        began = time.monotonic()
-        with contextlib.suppress(OSError):
-            while time.monotonic() - began < 3 and gateway.server.server_state.connections:
+
+        async def ended() -> bool:
+            """Sends more of the body for as long as there is a connection."""
+            with contextlib.suppress(OSError):
                 client.writer.write(bytes(1000))
                 await client.writer.drain()
-                await asyncio.sleep(0.01)
-        assert time.monotonic() - began < 2
+            return not gateway.server.server_state.connections
+
+        await until(ended)
         client.leave()
         client = await gateway.client()  # one that ends in time is no reason to end the connection
         for _ in range(2):
@@ -299,7 +296,7 @@ async def test_a_body_that_nobody_reads_ends_in_time_or_the_connection_does(tmp_
             assert await client.head() == 200
             await client.body()
             client.writer.write(bytes(1000))
-            await asyncio.sleep(0.3)
+            await holds(lambda: gateway.server.server_state.connections, 0.3)
         client.leave()
 
 
@@ -314,7 +311,7 @@ async def test_a_body_at_fault_is_400_and_ends_the_request(tmp_path: Path) -> No
         client.writer.write(b"junk\r\n")
         assert await client.head() == 400
         assert json.loads(await client.reader.read())["errors"][0]["code"] == 6003
-        await gateway.settled(1.0)
+        await gateway.settled()
         assert not gateway.fleet.submits
         client.leave()
 
@@ -349,7 +346,7 @@ def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept
             client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n%s\r\n" % end * (3 if kept else 1))
             await until(lambda: gateway.server.server_state.connections)
             connection.extend(gateway.server.server_state.connections)
-            await until(lambda: not gateway.server.server_state.connections, 2)
+            await until(lambda: not gateway.server.server_state.connections)
             await until(lambda: not gateway.server.server_state.tasks)
             client.leave()
 
@@ -362,7 +359,7 @@ def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept
             return
         while not connection[0].transport.get_write_buffer_size():
             await exchange.write(bytes(16 << 10))
-            await asyncio.sleep(0.001)
+            await turns()
         await exchange.end(b"")
 
     call()
@@ -395,7 +392,7 @@ def test_an_ipv6_customer_is_one_address() -> None:
 async def test_without_descriptors_the_door_waits_and_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with served(tmp_path) as gateway:
         listener = gateway.server._listener
-        full = [True]
+        full, tried_at = [True], list[float]()
 
         class Full:
             """A listener of a process that has no descriptor left."""
@@ -406,14 +403,16 @@ async def test_without_descriptors_the_door_waits_and_goes_on(tmp_path: Path, ca
 
             def accept(self) -> Any:
                 if full:
+                    tried_at.append(asyncio.get_running_loop().time())
                     raise OSError(errno.EMFILE, "Too many open files")
                 return self._real.accept()
 
         listener._listener = Full(listener._listener)
         client = await gateway.client()
         await client.send("GET", "/healthz", b"")
-        await asyncio.sleep(0.5)
-        assert 2 <= len(caplog.records) <= 10
+        await until(lambda: len(tried_at) >= 3)
+        assert all(later - earlier > 0.9 * _PAUSE_S for earlier, later in pairwise(tried_at)), "it waits between tries"
+        assert len(caplog.records) == len(tried_at)
         full.clear()
         assert await client.head() == 200
         client.leave()

@@ -15,7 +15,8 @@ import pytest
 from gateway.config import SettingsError
 from gateway.http.tls import Certificate, expiry, server_context
 from tests.support.certificates import trusting, write_certificate
-from tests.support.served_gateway import Client, Served, looped, served, until
+from tests.support.served_gateway import Client, Served, looped, served
+from tests.support.waiting import turns, until
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
 
@@ -191,7 +192,7 @@ def test_a_client_that_leaves_in_its_handshake_leaves_nothing(tmp_path: Path, le
                     raw.send(b"\xff" * 100)
                 elif leaves == "with plain HTTP":
                     raw.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
-                await asyncio.sleep(0.02)
+                await turns(10)  # in which it is accepted and what it sent is read
                 raw.close()
             await until(lambda: not listener.connections and not listener._connections_of and not listener._connecting)
             assert not gateway.server.server_state.connections

@@ -10,8 +10,9 @@ import pytest
 from engine.protocol import frames
 from engine.protocol.types import RejectReason, Scope, ScopeKind
 from tenants.records.limits import Limits
-from tests.support.served_gateway import Served, looped, served, until
+from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL, WORDS
+from tests.support.waiting import until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 

@@ -11,8 +11,9 @@ from gateway.http.sse import PING
 from gateway.inference import replay
 from gateway.inference.replay import AnswerRecorder
 from tenants.store.protocol import StoreUnavailable
-from tests.support.served_gateway import Answer, Served, looped, served, until
+from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 TEN = {"prompt": "hello", "max_tokens": 10}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10}

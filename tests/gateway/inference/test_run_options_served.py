@@ -10,8 +10,9 @@ import pytest
 from msgspec import structs
 
 from engine.protocol.types import RejectReason
-from tests.support.served_gateway import Answer, Served, looped, served, until
+from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 HELLO = [{"role": "user", "content": "hello"}]
 # Each dialect's path and a body that asks for so many tokens.

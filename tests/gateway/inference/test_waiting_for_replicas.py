@@ -12,14 +12,15 @@ from engine.protocol import frames
 from engine.protocol.types import RejectReason, Residency
 from gateway.cluster import connection
 from gateway.config import ModelEntryConfig
-from tests.support.served_gateway import Served, looped, served, until
+from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 DISK, MEMORY, DEVICE = Residency
 VECTORS = "@cf/test/vectors"
 
 
-async def sleep(gateway: Served, index: int = 0, **told: Any) -> None:
+async def put_to_sleep(gateway: Served, index: int = 0, **told: Any) -> None:
     gateway.fleet.move(index, MEMORY, **{"ready_ms": 400, **told})
     await until(lambda: not gateway.app._serving.context.fleet.serves(gateway.fleet.replicas[index].model))
 
@@ -49,7 +50,7 @@ async def plan(gateway: Served, **terms: Any) -> str:
 @looped
 async def test_a_streams_head_and_pings_leave_in_time_while_its_model_wakes(tmp_path: Path) -> None:
     async with served(tmp_path, first_byte_s=0.4, ping_s=0.4) as gateway:
-        await sleep(gateway)
+        await put_to_sleep(gateway)
         wakes_after(gateway, 3.0)
         client = await gateway.client()
         began = time.monotonic()
@@ -71,7 +72,7 @@ async def test_a_streams_head_and_pings_leave_in_time_while_its_model_wakes(tmp_
 @looped
 async def test_calls_of_two_tenants_are_held_with_their_quota_and_one_wake_serves_all(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        await sleep(gateway)
+        await put_to_sleep(gateway)
         heavy = await plan(gateway, weight=4.0)
         calls = [asyncio.create_task(gateway.run(prompt="hello", max_tokens=2)) for _ in range(5)]
         await until(lambda: gateway.app._serving.context.fleet.waiting(MODEL) == 5)
@@ -96,7 +97,7 @@ async def test_calls_of_two_tenants_are_held_with_their_quota_and_one_wake_serve
 @looped
 async def test_a_caller_who_leaves_counts_no_longer_at_once(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        await sleep(gateway)
+        await put_to_sleep(gateway)
         client = await gateway.client()
         await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 3}, gateway.headers)
         await until(lambda: bool(gateway.fleet.wakes) and gateway.fleet.wakes[-1].requests == 1)
@@ -110,7 +111,7 @@ async def test_a_caller_who_leaves_counts_no_longer_at_once(tmp_path: Path) -> N
 @looped
 async def test_past_the_least_of_all_deadlines_it_is_503_with_the_expected_wait(tmp_path: Path) -> None:
     async with served(tmp_path, wait_s=1.0) as gateway:
-        await sleep(gateway, ready_ms=6_500)
+        await put_to_sleep(gateway, ready_ms=6_500)
         hasty = {"authorization": f"Bearer {await plan(gateway, wait_s=0.2)}"}
         for headers, least_s, most_s in (
             ({}, 1.0, 2.0),
@@ -131,7 +132,7 @@ async def test_past_the_least_of_all_deadlines_it_is_503_with_the_expected_wait(
 @looped
 async def test_whose_time_ends_in_a_replica_that_wakes_is_told_when_to_come_back(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        await sleep(gateway, toward=DEVICE, ready_ms=6_500)
+        await put_to_sleep(gateway, toward=DEVICE, ready_ms=6_500)
         gateway.behaviour.reject = RejectReason.BUSY
         answer = await gateway.run(prompt="hello")
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, 3040, "7")
@@ -146,7 +147,7 @@ async def test_whose_time_ends_in_a_replica_that_wakes_is_told_when_to_come_back
 @looped
 async def test_a_call_that_is_not_to_wait_is_429_at_once_and_wakes_nothing(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
-        await sleep(gateway, ready_ms=2_500)
+        await put_to_sleep(gateway, ready_ms=2_500)
         answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, 3040, "3")
         gateway.fleet.move(0, MEMORY, toward=DEVICE, ready_ms=200)
@@ -198,7 +199,7 @@ async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(
         replica = gateway.fleet.replicas[1]
         await until(lambda: len(replica.submits) == 20)
         gateway.behaviour.first_s = 1.0
-        await sleep(gateway, 1)
+        await put_to_sleep(gateway, 1)
         await until(lambda: len(replica.cancels) == 20 and not replica.running)
         await until(lambda: gateway.app._serving.context.fleet.waiting(VECTORS) == 1)
         gateway.fleet.move(1, DEVICE)
@@ -218,7 +219,7 @@ async def test_texts_that_come_back_to_a_replica_that_reads_too_slowly_are_429(
         gateway.behaviour.first_s = 60.0
         call = asyncio.create_task(gateway.call("/v1/embeddings", {"model": VECTORS, "input": ["a", "b"]}))
         await until(lambda: len(gateway.fleet.replicas[1].submits) == 2)
-        await sleep(gateway, 1)
+        await put_to_sleep(gateway, 1)
         await until(lambda: gateway.app._serving.context.fleet.waiting(VECTORS) == 1)
         monkeypatch.setattr(connection, "WRITE_BYTES_MAX", -1)
         gateway.fleet.move(1, DEVICE)
@@ -234,13 +235,13 @@ async def test_a_gateway_is_ready_while_its_models_sleep_and_can_be_woken_in_tim
             return (await gateway.call("/readyz", b"", "GET")).status == 200
 
         assert await ready()
-        await sleep(gateway, ready_ms=900)
+        await put_to_sleep(gateway, ready_ms=900)
         assert await ready()
         for told in ({"ready_ms": 60_000}, {"ready_ms": -1, "problem": "it never fits"}, {"ready_ms": 0}):
             gateway.fleet.move(0, DISK, **told)
             await until(lambda: gateway.app._serving.context.fleet.replicas()[0].expected_s in (None, 60.0))
             assert not await ready()
-            await sleep(gateway, ready_ms=900)
+            await put_to_sleep(gateway, ready_ms=900)
             await until(lambda: gateway.app._serving.context.fleet.replicas()[0].expected_s == 0.9)
         gateway.fleet.move(0, DEVICE, toward=MEMORY)
         await until(lambda: gateway.app._serving.context.fleet.replicas()[0].expected_s == 1.0)

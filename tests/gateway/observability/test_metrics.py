@@ -15,8 +15,9 @@ from tenants.records.grants import Grant, Permission
 from tenants.records.limits import Limits
 from tenants.store.protocol import QuotaStore, Store, StoreUnavailable
 from tests.support.certificates import write_certificate
-from tests.support.served_gateway import SECRET, config_for, looped, served, until
+from tests.support.served_gateway import SECRET, config_for, looped, served
 from tests.support.stub_replica import MODEL, StubFleet
+from tests.support.waiting import until
 
 OPERATOR = Grant((Permission.OPERATOR,))
 
@@ -69,9 +70,11 @@ async def test_what_the_caches_of_all_replicas_count_is_served_by_model_and_caus
             answer = await gateway.call("/metrics", b"", "GET")
             return [line for line in answer.content.decode().splitlines() if line.startswith("hearth_prefix_")]
 
-        async with asyncio.timeout(5):
-            while f'hearth_prefix_lookups_total{{model="{MODEL}"}} 4.0' not in (found := await lines()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        async def counted() -> list[str]:
+            seen = await lines()
+            return seen if f'hearth_prefix_lookups_total{{model="{MODEL}"}} 4.0' in seen else []
+
+        found = await until(counted)
         expected = {
             **{f'lookup_tokens_total{{model="{MODEL}"}}': 9, f'hit_tokens_total{{model="{MODEL}"}}': 64},
             **{f'inserted_blocks_total{{model="{MODEL}"}}': 0, f'duplicate_blocks_total{{model="{MODEL}"}}': 0},

@@ -5,7 +5,6 @@ that the files use, and each expression is read by a parser of PromQL.
 """
 
 import ast
-import asyncio
 import itertools
 import json
 import re
@@ -25,6 +24,7 @@ from tenants.records.limits import Limits
 from tests.support.certificates import write_certificate
 from tests.support.served_gateway import Served, served
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "gateway" / "observability" / "monitoring"
@@ -145,17 +145,18 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
 
 async def _scraped(gateway: Served) -> Exposed:
     _, operator = await gateway.accounts.mint(gateway.account_id, "prometheus", grant=Grant((Permission.OPERATOR,)))
-    async with asyncio.timeout(5):
-        while True:
-            gateway.fleet.replicas[0].load()
-            answer = await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")
-            labels: Exposed = {"up": set()}
-            for family in text_string_to_metric_families(answer.content.decode()):
-                for sample in family.samples:
-                    labels.setdefault(sample.name, set()).update(sample.labels)
-            if "hearth_prefix_lookups_total" in labels:
-                return labels
-            await asyncio.sleep(0.01)
+
+    async def scraped() -> Exposed | None:
+        gateway.fleet.replicas[0].load()
+        answer = await gateway.call("/metrics", b"", "GET", authorization=f"Bearer {operator}")
+        labels: Exposed = {"up": set()}
+        for family in text_string_to_metric_families(answer.content.decode()):
+            for sample in family.samples:
+                labels.setdefault(sample.name, set()).update(sample.labels)
+        return labels if "hearth_prefix_lookups_total" in labels else None
+
+    labels: Exposed = await until(scraped)
+    return labels
 
 
 def _parsed(expression: str) -> promql.Expr:
