@@ -321,7 +321,7 @@ BOUNDS: Final = {
     "stubs": 0,
     "forwarders": 10,
     "openings": 0,
-    "sleeps": 244,
+    "sleeps": 207,
 }
 
 
