@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType, structs
 from gateway import errors
 from gateway.admin.operation import (
     ACCOUNT,
+    FOR_ADMIN,
     AdminContext,
     AdminRequest,
     AdminResult,
@@ -20,7 +21,6 @@ from gateway.admin.operation import (
 )
 from tenants.auth.accounts import checked_name
 from tenants.records.accounts import Account
-from tenants.records.grants import Permission
 from tenants.records.limits import Limits
 from tenants.records.settings import Notices, Settings
 
@@ -117,20 +117,13 @@ def _check_notices(notices: Notices | None, private: bool) -> None:
 
 
 OPERATIONS: Final = (
+    Operation("GET", ACCOUNT, show, FOR_ADMIN, "The account, its settings and its limits", versioned=True),
     Operation(
-        method="GET",
-        path=ACCOUNT,
-        summary="The account, its settings and its limits",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=show,
-        versioned=True,
-    ),
-    Operation(
-        method="PATCH",
-        path=ACCOUNT,
-        summary="Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=change,
+        "PATCH",
+        ACCOUNT,
+        change,
+        FOR_ADMIN,
+        "Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
         versioned=True,
     ),
 )

@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, UnsetType, structs
 
 from gateway.admin.account import AccountItem, account_answer, present_fields
 from gateway.admin.operation import (
+    FOR_OPERATOR,
     OPERATOR,
     AdminContext,
     AdminRequest,
@@ -22,7 +23,6 @@ from gateway.listing.pages import sliced
 from tenants.auth.accounts import checked_name
 from tenants.auth.errors import NotFound
 from tenants.records.accounts import Account
-from tenants.records.grants import Permission
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.plans import DEFAULT_PLAN, Plan
 
@@ -120,52 +120,21 @@ async def resume(context: AdminContext, request: AdminRequest[NoFields, NoFields
 
 
 OPERATIONS: Final = (
+    Operation("GET", ACCOUNTS, listed, FOR_OPERATOR, "All accounts, the oldest first"),
+    Operation("POST", ACCOUNTS, create, FOR_OPERATOR, "A new account", versioned=True, creates=True),
+    Operation("GET", ACCOUNT_ITEM, show, FOR_OPERATOR, "One account", versioned=True),
     Operation(
-        method="GET",
-        path=ACCOUNTS,
-        summary="All accounts, the oldest first",
-        permissions=(Permission.OPERATOR,),
-        serve=listed,
+        "PATCH", ACCOUNT_ITEM, change, FOR_OPERATOR, "Change an account's name, plan and ceiling", versioned=True
     ),
     Operation(
-        method="POST",
-        path=ACCOUNTS,
-        summary="A new account",
-        permissions=(Permission.OPERATOR,),
-        serve=create,
-        versioned=True,
-        creates=True,
-    ),
-    Operation(
-        method="GET",
-        path=ACCOUNT_ITEM,
-        summary="One account",
-        permissions=(Permission.OPERATOR,),
-        serve=show,
+        "POST",
+        f"{ACCOUNT_ITEM}/suspend",
+        suspend,
+        FOR_OPERATOR,
+        "Refuse an account's calls within 1 s, and end those that run within 5 s",
         versioned=True,
     ),
     Operation(
-        method="PATCH",
-        path=ACCOUNT_ITEM,
-        summary="Change an account's name, plan and ceiling",
-        permissions=(Permission.OPERATOR,),
-        serve=change,
-        versioned=True,
-    ),
-    Operation(
-        method="POST",
-        path=f"{ACCOUNT_ITEM}/suspend",
-        summary="Refuse an account's calls within 1 s, and end those that run within 5 s",
-        permissions=(Permission.OPERATOR,),
-        serve=suspend,
-        versioned=True,
-    ),
-    Operation(
-        method="POST",
-        path=f"{ACCOUNT_ITEM}/resume",
-        summary="Serve a suspended account again",
-        permissions=(Permission.OPERATOR,),
-        serve=resume,
-        versioned=True,
+        "POST", f"{ACCOUNT_ITEM}/resume", resume, FOR_OPERATOR, "Serve a suspended account again", versioned=True
     ),
 )

@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from gateway.admin.operation import (
     ACCOUNT,
+    FOR_ADMIN,
+    FOR_OPERATOR,
     OPERATOR,
     AdminContext,
     AdminRequest,
@@ -20,7 +22,6 @@ from gateway.admin.operation import (
 )
 from tenants.audit import SYSTEM
 from tenants.records.audit_entry import AuditEntry
-from tenants.records.grants import Permission
 
 CHUNK: Final = 500  # entries in one call of the store
 LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there
@@ -126,34 +127,25 @@ def _item(entry: AuditEntry) -> EntryItem:
 
 OPERATIONS: Final = (
     Operation(
-        method="GET",
-        path=f"{ACCOUNT}/audit",
-        summary="Who did what to the account, the newest first",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=of_account,
+        "GET", f"{ACCOUNT}/audit", of_account, FOR_ADMIN, "Who did what to the account, the newest first", cursor=True
+    ),
+    Operation(
+        "GET",
+        f"{OPERATOR}/accounts/{{account_id}}/audit",
+        of_any,
+        FOR_OPERATOR,
+        "Who did what to this account, the newest first",
         cursor=True,
     ),
     Operation(
-        method="GET",
-        path=f"{OPERATOR}/accounts/{{account_id}}/audit",
-        summary="Who did what to this account, the newest first",
-        permissions=(Permission.OPERATOR,),
-        serve=of_any,
+        "GET",
+        f"{OPERATOR}/audit",
+        of_system,
+        FOR_OPERATOR,
+        "Who did what that concerns no one account, the newest first",
         cursor=True,
     ),
     Operation(
-        method="GET",
-        path=f"{OPERATOR}/audit",
-        summary="Who did what that concerns no one account, the newest first",
-        permissions=(Permission.OPERATOR,),
-        serve=of_system,
-        cursor=True,
-    ),
-    Operation(
-        method="GET",
-        path=f"{OPERATOR}/audit/verify",
-        summary="Whether a chain of the audit log is as it was written",
-        permissions=(Permission.OPERATOR,),
-        serve=verify,
+        "GET", f"{OPERATOR}/audit/verify", verify, FOR_OPERATOR, "Whether a chain of the audit log is as it was written"
     ),
 )

@@ -4,9 +4,17 @@ from typing import Final
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, AdminContext, AdminRequest, AdminResult, NoFields, Operation
+from gateway.admin.operation import (
+    ACCOUNT,
+    FOR_ADMIN,
+    FOR_READER,
+    AdminContext,
+    AdminRequest,
+    AdminResult,
+    NoFields,
+    Operation,
+)
 from gateway.admin.usage import DaysQuery, span
-from tenants.records.grants import Permission
 from tenants.records.settings import cache_retention_s
 
 
@@ -53,18 +61,6 @@ async def purge(context: AdminContext, request: AdminRequest[NoFields, NoFields]
 
 
 OPERATIONS: Final = (
-    Operation(
-        method="GET",
-        path=f"{ACCOUNT}/cache",
-        summary="How much of the account's prompts its cache had",
-        permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
-        serve=show,
-    ),
-    Operation(
-        method="POST",
-        path=f"{ACCOUNT}/cache/purge",
-        summary="Make all that is cached for the account unfindable",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=purge,
-    ),
+    Operation("GET", f"{ACCOUNT}/cache", show, FOR_READER, "How much of the account's prompts its cache had"),
+    Operation("POST", f"{ACCOUNT}/cache/purge", purge, FOR_ADMIN, "Make all that is cached for the account unfindable"),
 )

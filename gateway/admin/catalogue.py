@@ -5,7 +5,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.inference import AI, V1, DescribedRoute
-from gateway.admin.operation import BASE, NoFields
+from gateway.admin.operation import BASE, FOR_OPERATOR, NoFields
 from gateway.batch.api import BatchesQuery, BatchItem
 from gateway.listing.answers import Enveloped
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
@@ -13,7 +13,6 @@ from gateway.listing.openrouter import Offers
 from gateway.listing.pages import Listed
 from gateway.listing.schemas import SchemaQuery, Schemas
 from gateway.listing.workers_ai import Author, ModelItem, SearchQuery, Task
-from tenants.records.grants import Permission
 
 
 class Alive(msgspec.Struct):
@@ -32,12 +31,9 @@ def _reads(
     result: Any,
     query: type[msgspec.Struct] = NoFields,
     method: Literal["GET", "DELETE"] = "GET",
-) -> tuple[DescribedRoute, ...]:
-    """Repeats one route under several prefixes."""
-    return tuple(
-        DescribedRoute(method=method, path=f"{prefix}{resource}", summary=summary, result=result, query=query)
-        for prefix in prefixes
-    )
+) -> list[DescribedRoute]:
+    """One route without a body, under several prefixes."""
+    return [DescribedRoute(method, f"{prefix}{resource}", summary, result, query=query) for prefix in prefixes]
 
 
 _BATCHES_SUMMARY: Final = "The account's batches, the newest first, until their results are deleted"
@@ -57,35 +53,12 @@ CATALOGUE: Final = (
     *_reads(AI, "/models/schema", _SCHEMA_SUMMARY, Schemas, SchemaQuery),
     *_reads(AI, "/tasks/search", "What the models do", Listed[Task]),
     *_reads(AI, "/authors/search", "Who the models are from", Listed[Author]),
-    *_reads(V1, "/v1/models", _MODELS_SUMMARY, ModelCards, ModelsQuery),
-    *_reads(V1, "/v1/models/{model}", "One of them", ModelCard),
+    *_reads(V1, "/models", _MODELS_SUMMARY, ModelCards, ModelsQuery),
+    *_reads(V1, "/models/{model}", "One of them", ModelCard),
+    DescribedRoute("GET", "/healthz", "Whether the process lives", Alive, (), open=True),
+    DescribedRoute("GET", "/readyz", "Whether it can serve, and why not", Ready, (), open=True),
     DescribedRoute(
-        method="GET", path="/healthz", summary="Whether the process lives", permissions=(), result=Alive, open=True
+        "GET", "/metrics", _METRICS_SUMMARY, str, FOR_OPERATOR, statuses=(404,), open=True, plain="text/plain"
     ),
-    DescribedRoute(
-        method="GET",
-        path="/readyz",
-        summary="Whether it can serve, and why not",
-        permissions=(),
-        result=Ready,
-        open=True,
-    ),
-    DescribedRoute(
-        method="GET",
-        path="/metrics",
-        summary=_METRICS_SUMMARY,
-        permissions=(Permission.OPERATOR,),
-        result=str,
-        statuses=(404,),
-        open=True,
-        plain="text/plain",
-    ),
-    DescribedRoute(
-        method="GET",
-        path=f"{BASE}/openapi.json",
-        summary="This document",
-        permissions=(),
-        result=dict[str, Any],
-        open=True,
-    ),
+    DescribedRoute("GET", f"{BASE}/openapi.json", "This document", dict[str, Any], (), open=True),
 )

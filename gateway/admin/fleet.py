@@ -5,9 +5,8 @@ from typing import Final
 import msgspec
 
 from gateway.admin.machines import LoadItem, load_of
-from gateway.admin.operation import OPERATOR, AdminContext, AdminRequest, AdminResult, NoFields, Operation
+from gateway.admin.operation import FOR_OPERATOR, OPERATOR, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from gateway.cluster.fleet import ReplicaView
-from tenants.records.grants import Permission
 
 
 class ReplicaItem(msgspec.Struct, frozen=True):
@@ -48,11 +47,5 @@ def _item(view: ReplicaView) -> ReplicaItem:
 
 
 OPERATIONS: Final = (
-    Operation(
-        method="GET",
-        path=f"{OPERATOR}/fleet",
-        summary="This gateway's requests, and the replicas that it sees",
-        permissions=(Permission.OPERATOR,),
-        serve=show,
-    ),
+    Operation("GET", f"{OPERATOR}/fleet", show, FOR_OPERATOR, "This gateway's requests, and the replicas that it sees"),
 )

@@ -7,12 +7,20 @@ from msgspec import Meta, structs
 
 from gateway import errors
 from gateway.admin.account import LimitsItem, limits_item
-from gateway.admin.operation import ACCOUNT, AdminContext, AdminRequest, AdminResult, NoFields, Operation
+from gateway.admin.operation import (
+    ACCOUNT,
+    FOR_ADMIN,
+    FOR_READER,
+    AdminContext,
+    AdminRequest,
+    AdminResult,
+    NoFields,
+    Operation,
+)
 from gateway.admin.tokens import own_token
 from gateway.inference import rate_limit_headers
 from tenants.limits.caps import LimitStatus
 from tenants.records.accounts import Account
-from tenants.records.grants import Permission
 from tenants.records.limits import NO_LIMITS, RANGES, Limits
 
 
@@ -92,26 +100,22 @@ def _item(status: LimitStatus) -> LeftItem:
 
 OPERATIONS: Final = (
     Operation(
-        method="GET",
-        path=f"{ACCOUNT}/limits",
-        summary="The account's ceiling, its own limits, and what is in force",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=show,
+        "GET",
+        f"{ACCOUNT}/limits",
+        show,
+        FOR_ADMIN,
+        "The account's ceiling, its own limits, and what is in force",
         versioned=True,
     ),
     Operation(
-        method="PUT",
-        path=f"{ACCOUNT}/limits",
-        summary="Say the account's own limits anew; none may be above its ceiling",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=lower,
+        "PUT",
+        f"{ACCOUNT}/limits",
+        lower,
+        FOR_ADMIN,
+        "Say the account's own limits anew; none may be above its ceiling",
         versioned=True,
     ),
     Operation(
-        method="GET",
-        path=f"{ACCOUNT}/limits/left",
-        summary="All limits in force, and what is left of each now",
-        permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
-        serve=limits_left,
+        "GET", f"{ACCOUNT}/limits/left", limits_left, FOR_READER, "All limits in force, and what is left of each now"
     ),
 )

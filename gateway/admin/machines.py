@@ -3,11 +3,11 @@
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from engine.protocol import frames
-from gateway.admin.operation import OPERATOR, AdminContext, AdminRequest, AdminResult, NoFields, Operation
+from gateway.admin.operation import FOR_OPERATOR, OPERATOR, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from gateway.cluster.fleet import MachineView, ReplicaFleet, ReplicaView
-from tenants.records.grants import Permission
 
 
 class DeviceItem(msgspec.Struct, frozen=True):
@@ -79,8 +79,7 @@ class MachinesItem(msgspec.Struct, frozen=True):
 
 
 async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[MachinesItem]:
-    fleet = context.fleet
-    return AdminResult(MachinesItem([_machine(fleet, machine) for machine in fleet.machines()]))
+    return AdminResult(MachinesItem([_machine(context.fleet, machine) for machine in context.fleet.machines()]))
 
 
 def _machine(fleet: ReplicaFleet, machine: MachineView) -> MachineItem:
@@ -89,10 +88,7 @@ def _machine(fleet: ReplicaFleet, machine: MachineView) -> MachineItem:
         name=report.machine,
         address=machine.address,
         problem=machine.problem,
-        devices=[
-            DeviceItem(device.name, device.total_bytes, device.budget_bytes, device.held_bytes)
-            for device in report.devices
-        ],
+        devices=msgspec.convert(report.devices, list[DeviceItem], from_attributes=True),
         memory_bytes=report.memory_bytes,
         memory_budget_bytes=report.memory_budget_bytes,
         moves=report.moves,
@@ -122,31 +118,12 @@ def _replica(view: ReplicaView, waiting: int) -> MachineReplicaItem:
 
 
 def load_of(view: ReplicaView) -> LoadItem | None:
-    load = view.load
-    if load is None:
+    if view.load is None:
         return None
-    return LoadItem(
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        blocks=load.blocks,
-        free_blocks=load.free_blocks,
-        cached_blocks=load.cached_blocks,
-        shared_blocks=load.shared_blocks,
-        background=load.background,
-        draining=load.draining,
-        hit_ratio=view.recent_load.hit_ratio,
-        tokens_per_s=view.recent_load.tokens_per_s,
-        steps=load.steps,
-    )
+    recent = {"hit_ratio": view.recent_load.hit_ratio, "tokens_per_s": view.recent_load.tokens_per_s}
+    return msgspec.convert({**structs.asdict(view.load), **recent}, LoadItem)
 
 
 OPERATIONS: Final = (
-    Operation(
-        method="GET",
-        path=f"{OPERATOR}/machines",
-        summary="The machines, their memory, and where each model is",
-        permissions=(Permission.OPERATOR,),
-        serve=show,
-    ),
+    Operation("GET", f"{OPERATOR}/machines", show, FOR_OPERATOR, "The machines, their memory, and where each model is"),
 )

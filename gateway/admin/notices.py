@@ -4,9 +4,8 @@ from typing import Final
 
 import msgspec
 
-from gateway.admin.operation import ACCOUNT, AdminContext, AdminRequest, AdminResult, NoFields, Operation
+from gateway.admin.operation import ACCOUNT, FOR_ADMIN, AdminContext, AdminRequest, AdminResult, NoFields, Operation
 from tenants.limits.soft_caps import webhook_secret
-from tenants.records.grants import Permission
 
 
 class KeyItem(msgspec.Struct, frozen=True):
@@ -20,11 +19,5 @@ async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields])
 
 
 OPERATIONS: Final = (
-    Operation(
-        method="GET",
-        path=f"{ACCOUNT}/notices/key",
-        summary="The key that the account's notices are signed with",
-        permissions=(Permission.ACCOUNT_ADMIN,),
-        serve=show,
-    ),
+    Operation("GET", f"{ACCOUNT}/notices/key", show, FOR_ADMIN, "The key that the account's notices are signed with"),
 )

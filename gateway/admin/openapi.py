@@ -192,21 +192,13 @@ class _Schemas:
         self._schemas = list(zip(types, schemas, strict=True))
         for component in self.components.values():
             tidy_schema(component)
-        _bound(self.components["Limits"]["properties"])
+        for name, (low, high) in RANGES.items():
+            self.components["Limits"]["properties"][name]["anyOf"][0].update(minimum=low, maximum=high)
 
-    def of(self, kind: Any) -> Json:
-        return next(schema for known, schema in self._schemas if known == kind)
-
-    def any_of(self, kinds: Any) -> Json:
+    def of(self, kinds: Any) -> Json:
         """The schema of one type, or of any of several."""
-        schemas = [self.of(kind) for kind in _several(kinds)]
+        schemas = [next(schema for known, schema in self._schemas if known == kind) for kind in _several(kinds)]
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-
-
-def _bound(limits: dict[str, Json]) -> None:
-    """Adds to each limit the range that tenants/records/limits.py accepts."""
-    for name, (low, high) in RANGES.items():
-        limits[name]["anyOf"][0].update(minimum=low, maximum=high)
 
 
 def _operation(operation: Operation, schemas: _Schemas) -> Json:
@@ -248,20 +240,15 @@ def _envelope(operation: Operation, schemas: _Schemas) -> Json:
         properties["result_info"] = schemas.of(CursorItem)
     elif operation.paged:
         properties["result_info"] = schemas.of(PageItem)
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 def _route(route: DescribedRoute, schemas: _Schemas) -> Json:
     statuses = [*_ALWAYS, *route.statuses, *(() if route.open else _WITH_TOKEN)]
     statuses += [404] if "{" in route.path else []
-    content: Json = {route.plain or "application/json": {"schema": schemas.any_of(route.result)}}
+    content: Json = {route.plain or "application/json": {"schema": schemas.of(route.result)}}
     if route.events is not None:
-        content["text/event-stream"] = _stream(schemas.any_of(route.events))
+        content["text/event-stream"] = _stream(schemas.of(route.events))
     described: Json = {
         "operationId": _operation_id(route.method, route.path),
         "summary": route.summary,
@@ -294,7 +281,7 @@ def _stream(event: Json) -> Json:
 
 
 def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:
-    return {"required": required, "content": {"application/json": {"schema": schemas.any_of(kind)}}}
+    return {"required": required, "content": {"application/json": {"schema": schemas.of(kind)}}}
 
 
 def _parameters(path: str, query: Any, headers: Iterable[str]) -> list[Json]:
@@ -322,9 +309,7 @@ def _error(status: int) -> Json:
     response: Json = {
         "description": _STATUSES[status],
         "content": {
-            "application/json": {
-                "schema": {"$ref": _REF.format(name="Error"), "properties": {"errors": coded}},
-            }
+            "application/json": {"schema": {"$ref": _REF.format(name="Error"), "properties": {"errors": coded}}}
         },
     }
     if status in (429, 503):

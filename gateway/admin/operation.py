@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_type_hints
 
@@ -27,6 +27,9 @@ from tenants.store.protocol import Store
 BASE: Final = "/client/v4"
 OPERATOR: Final = f"{BASE}/operator"
 ACCOUNT: Final = f"{BASE}/accounts/{{account_id}}"
+FOR_OPERATOR: Final = (Permission.OPERATOR,)
+FOR_ADMIN: Final = (Permission.ACCOUNT_ADMIN,)
+FOR_READER: Final = (Permission.ACCOUNT_ADMIN, Permission.USAGE_READ)
 # What a path's parameters may be; an account's id is checked later, since it has an error of its own.
 PATH_PARAMETERS: Final = {
     "account_id": re.compile("[^/]+"),
@@ -39,7 +42,6 @@ B = TypeVar("B")
 R = TypeVar("R")
 Time = Annotated[datetime, Meta(tz=True)]
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
-Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +120,7 @@ class AdminContext:
             await self.audit.write(account_id, caller.token_id, action, target, **fit_detail(detail))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One method of one path. The caller needs one of the permissions; if there are none, any token will do.
 
@@ -131,11 +133,12 @@ class Operation:
     csv         it answers `Accept: text/csv` and `format=csv` too.
     """
 
-    method: Method
+    method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
     path: str
-    summary: str
-    permissions: tuple[Permission, ...]
     serve: Callable[[AdminContext, AdminRequest[Any, Any]], Awaitable[AdminResult[Any]]]
+    permissions: tuple[Permission, ...]
+    summary: str
+    _: KW_ONLY
     query: Any = field(init=False)
     body: Any = None
     result: Any = field(init=False)

@@ -7,6 +7,7 @@ from msgspec import NODEFAULT, structs
 
 from gateway import errors
 from gateway.admin.operation import (
+    FOR_OPERATOR,
     OPERATOR,
     AdminContext,
     AdminRequest,
@@ -17,7 +18,6 @@ from gateway.admin.operation import (
 )
 from tenants.audit import SYSTEM
 from tenants.auth.errors import NotFound
-from tenants.records.grants import Permission
 from tenants.records.plans import Plan
 
 PLANS: Final = f"{OPERATOR}/plans"
@@ -69,35 +69,22 @@ async def remove(context: AdminContext, request: AdminRequest[NoFields, NoFields
 
 
 OPERATIONS: Final = (
+    Operation("GET", PLANS, listed, FOR_OPERATOR, "All plans, by name"),
+    Operation("GET", f"{PLANS}/{{plan}}", show, FOR_OPERATOR, "One plan", versioned=True),
     Operation(
-        method="GET",
-        path=PLANS,
-        summary="All plans, by name",
-        permissions=(Permission.OPERATOR,),
-        serve=listed,
-    ),
-    Operation(
-        method="GET",
-        path=f"{PLANS}/{{plan}}",
-        summary="One plan",
-        permissions=(Permission.OPERATOR,),
-        serve=show,
-        versioned=True,
-    ),
-    Operation(
-        method="PUT",
-        path=f"{PLANS}/{{plan}}",
-        summary="A new plan, or a plan said anew, in force for its accounts within 1 s",
-        permissions=(Permission.OPERATOR,),
-        serve=keep,
+        "PUT",
+        f"{PLANS}/{{plan}}",
+        keep,
+        FOR_OPERATOR,
+        "A new plan, or a plan said anew, in force for its accounts within 1 s",
         body=PlanContent,
         versioned=True,
     ),
     Operation(
-        method="DELETE",
-        path=f"{PLANS}/{{plan}}",
-        summary="Remove a plan that no account has; the default one has its first content again",
-        permissions=(Permission.OPERATOR,),
-        serve=remove,
+        "DELETE",
+        f"{PLANS}/{{plan}}",
+        remove,
+        FOR_OPERATOR,
+        "Remove a plan that no account has; the default one has its first content again",
     ),
 )

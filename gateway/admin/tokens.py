@@ -15,6 +15,8 @@ from gateway import errors
 from gateway.admin.operation import (
     ACCOUNT,
     BASE,
+    FOR_ADMIN,
+    FOR_OPERATOR,
     OPERATOR,
     AdminContext,
     AdminRequest,
@@ -37,7 +39,6 @@ from tenants.records.tokens import ApiToken
 GRACE_S_MAX: Final = 7 * 86400
 TOKENS_MAX: Final = 1_000  # of one account, revoked ones left out
 _SCOPE: Final = "com.cloudflare.api.account"
-_RESOURCE: Final = f"{_SCOPE}."
 # Permissions that an account's administrator may grant; the operator's tokens are minted on the server alone.
 _OFFERED: Final = (Permission.INFERENCE, Permission.USAGE_READ, Permission.ACCOUNT_ADMIN)
 
@@ -143,7 +144,7 @@ async def verify(context: AdminContext, request: AdminRequest[NoFields, NoFields
     return AdminResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(message,))
 
 
-async def offered_permission_groups(
+async def permission_groups(
     context: AdminContext, request: AdminRequest[GroupsQuery, NoFields]
 ) -> AdminResult[list[GroupOffered]]:
     """Lists permission groups; `name` and `scope` filter them."""
@@ -165,28 +166,26 @@ async def _live(context: AdminContext, account_id: str) -> list[ApiToken]:
 
 
 async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[TokenItem]:
-    return AdminResult(
-        _item(await own_token(context, request.account_id, request.names["token_id"]), context.calendar())
-    )
+    token = await own_token(context, request.account_id, request.names["token_id"])
+    return AdminResult(_item(token, context.calendar()))
 
 
 async def create(context: AdminContext, request: AdminRequest[NoFields, TokenGiven]) -> AdminResult[TokenItem]:
     """Mints a token; no other answer holds its text."""
-    body, now = request.body, context.calendar()
-    grant, expires_at, name = _grant(body, request.account_id), _expiry(body, now), _name(body)
+    now = context.calendar()
+    content = _content(request, now)
     if len(await _live(context, request.account_id)) >= TOKENS_MAX:
         raise errors.conflict(f"the account has {TOKENS_MAX:,} tokens, which is the most: revoke some first")
-    token, text = await context.accounts.mint(request.account_id, name, expires_at, grant, body.limits)
-    await context.note(request.caller, request.account_id, "token.create", token.id, **_audit_fields(body))
+    token, text = await context.accounts.mint(request.account_id, *content)
+    await context.note(request.caller, request.account_id, "token.create", token.id, **_audit_fields(request.body))
     return AdminResult(msgspec.structs.replace(_item(token, now), value=text))
 
 
 async def change(context: AdminContext, request: AdminRequest[NoFields, TokenGiven]) -> AdminResult[TokenItem]:
-    body, now = request.body, context.calendar()
+    now = context.calendar()
     token = await _changeable(context, request)
-    grant, expires_at, name = _grant(body, request.account_id), _expiry(body, now), _name(body)
-    changed = await context.accounts.update_token(token.id, name, expires_at, grant, body.limits)
-    await context.note(request.caller, request.account_id, "token.change", token.id, **_audit_fields(body))
+    changed = await context.accounts.update_token(token.id, *_content(request, now))
+    await context.note(request.caller, request.account_id, "token.change", token.id, **_audit_fields(request.body))
     return AdminResult(_item(changed, now))
 
 
@@ -227,29 +226,25 @@ async def _changeable(context: AdminContext, request: AdminRequest[Any, Any]) ->
     return token
 
 
-def _grant(body: TokenGiven, account_id: str) -> Grant:
+def _content(request: AdminRequest[NoFields, TokenGiven], now: float) -> tuple[str, float | None, Grant, Limits]:
+    """Returns the name, expiry, grant and limits that a body gives a token. Raises ApiError."""
+    body = request.body
     (policy,) = body.policies
-    own = {f"{_RESOURCE}{account_id}": "*"}
+    own = _resources(request.account_id)
     if policy.resources not in ({}, own):
         raise errors.bad_input(f"'resources' may name this account alone: {own}", "policies")
     permissions = tuple(Permission(group.id) for group in policy.permission_groups)
     models = ("*",) if body.models is UNSET else tuple(body.models)
     with values_validated():
-        return Grant(permissions, models, tuple(body.condition.request_ip.in_))
+        grant = Grant(permissions, models, tuple(body.condition.request_ip.in_))
+        expires_at = None if body.expires_on is None else body.expires_on.timestamp()
+        if expires_at is not None and expires_at <= now:
+            raise errors.bad_input("'expires_on' lies in the past", "expires_on")
+        return checked_name(body.name), expires_at, grant, body.limits
 
 
-def _expiry(body: TokenGiven, now: float) -> float | None:
-    if body.expires_on is None:
-        return None
-    expires_at = body.expires_on.timestamp()
-    if expires_at <= now:
-        raise errors.bad_input("'expires_on' lies in the past", "expires_on")
-    return expires_at
-
-
-def _name(body: TokenGiven) -> str:
-    with values_validated():
-        return checked_name(body.name)
+def _resources(account_id: str) -> dict[str, str]:
+    return {f"{_SCOPE}.{account_id}": "*"}
 
 
 def _audit_fields(body: TokenGiven) -> dict[str, Any]:
@@ -266,7 +261,7 @@ def _item(token: ApiToken, now: float) -> TokenItem:
         status="expired" if expired else "active",
         issued_on=time_of(token.created_at),
         expires_on=_time(token.expires_at),
-        policies=[PolicyItem("allow", {f"{_RESOURCE}{token.account_id}": "*"}, groups)],
+        policies=[PolicyItem("allow", _resources(token.account_id), groups)],
         condition=Condition(RequestIp(list(token.grant.networks))),
         models=list(token.grant.models),
         limits=token.limits,
@@ -284,91 +279,36 @@ _OPERATOR_TOKENS: Final = f"{OPERATOR}/accounts/{{account_id}}/tokens"
 _OPERATOR_TOKEN: Final = f"{_OPERATOR_TOKENS}/{{token_id}}"
 
 OPERATIONS: Final = (
+    Operation("GET", f"{BASE}/user/tokens/verify", verify, (), "Whether the token that asks is in force"),
+    Operation("GET", f"{_TOKENS}/verify", verify, (), "Whether the token that asks is in force, and this account's"),
     Operation(
-        method="GET",
-        path=f"{BASE}/user/tokens/verify",
-        summary="Whether the token that asks is in force",
-        permissions=(),
-        serve=verify,
+        "GET",
+        f"{_TOKENS}/permission_groups",
+        permission_groups,
+        FOR_ADMIN,
+        "What a token of the account may be permitted",
     ),
+    Operation("GET", _TOKENS, listed, FOR_ADMIN, "The account's tokens that are not revoked"),
+    Operation("POST", _TOKENS, create, FOR_ADMIN, "A new token; its text is in this answer alone", creates=True),
+    Operation("GET", _TOKEN, show, FOR_ADMIN, "One token"),
+    Operation("PUT", _TOKEN, change, FOR_ADMIN, "Say a token anew, in force within 1 s"),
+    Operation("DELETE", _TOKEN, end, FOR_ADMIN, "Revoke a token, within 1 s and for good"),
     Operation(
-        method="GET",
-        path=f"{_TOKENS}/verify",
-        summary="Whether the token that asks is in force, and this account's",
-        permissions=(),
-        serve=verify,
-    ),
-    Operation(
-        method="GET",
-        path=f"{_TOKENS}/permission_groups",
-        summary="What a token of the account may be permitted",
-        permissions=_ADMIN,
-        serve=offered_permission_groups,
-    ),
-    Operation(
-        method="GET",
-        path=_TOKENS,
-        summary="The account's tokens that are not revoked",
-        permissions=_ADMIN,
-        serve=listed,
-    ),
-    Operation(
-        method="POST",
-        path=_TOKENS,
-        summary="A new token; its text is in this answer alone",
-        permissions=_ADMIN,
-        serve=create,
-        creates=True,
-    ),
-    Operation(
-        method="GET",
-        path=_TOKEN,
-        summary="One token",
-        permissions=_ADMIN,
-        serve=show,
-    ),
-    Operation(
-        method="PUT",
-        path=_TOKEN,
-        summary="Say a token anew, in force within 1 s",
-        permissions=_ADMIN,
-        serve=change,
-    ),
-    Operation(
-        method="DELETE",
-        path=_TOKEN,
-        summary="Revoke a token, within 1 s and for good",
-        permissions=_ADMIN,
-        serve=end,
-    ),
-    Operation(
-        method="PUT",
-        path=f"{_TOKEN}/value",
-        summary="A new secret for a token; the one before it may open for a while yet",
-        permissions=_ADMIN,
-        serve=roll,
+        "PUT",
+        f"{_TOKEN}/value",
+        roll,
+        FOR_ADMIN,
+        "A new secret for a token; the one before it may open for a while yet",
         optional=True,
     ),
+    Operation("GET", _OPERATOR_TOKENS, listed, FOR_OPERATOR, "An account's tokens that are not revoked"),
     Operation(
-        method="GET",
-        path=_OPERATOR_TOKENS,
-        summary="An account's tokens that are not revoked",
-        permissions=(Permission.OPERATOR,),
-        serve=listed,
-    ),
-    Operation(
-        method="POST",
-        path=_OPERATOR_TOKENS,
-        summary="A new token of an account, its first one for an administrator; its text is in this answer alone",
-        permissions=(Permission.OPERATOR,),
-        serve=create,
+        "POST",
+        _OPERATOR_TOKENS,
+        create,
+        FOR_OPERATOR,
+        "A new token of an account, its first one for an administrator; its text is in this answer alone",
         creates=True,
     ),
-    Operation(
-        method="DELETE",
-        path=_OPERATOR_TOKEN,
-        summary="Revoke a token of an account, within 1 s and for good",
-        permissions=(Permission.OPERATOR,),
-        serve=end,
-    ),
+    Operation("DELETE", _OPERATOR_TOKEN, end, FOR_OPERATOR, "Revoke a token of an account, within 1 s and for good"),
 )

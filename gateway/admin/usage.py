@@ -11,6 +11,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from gateway.admin.operation import (
     ACCOUNT,
+    FOR_OPERATOR,
+    FOR_READER,
     OPERATOR,
     AdminContext,
     AdminRequest,
@@ -20,13 +22,13 @@ from gateway.admin.operation import (
 )
 from gateway.errors import bad_input
 from gateway.listing.pages import PAGE_MAX, sliced
-from tenants.records.grants import Permission
 from tenants.records.usage import MICRO, UsageRow, day_of
 from tenants.store.protocol import RETENTION_DAYS
 
 DAYS_DEFAULT: Final = 30
 ROWS_MAX: Final = 100_000  # in one answer
 EPOCH: Final = date(1970, 1, 1)
+_COUNTS: Final = ("requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens")
 _Word = Annotated[str, Meta(max_length=200)]
 _Account = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
@@ -121,8 +123,7 @@ class UsageSums:
 
     def add(self, account_id: str, row: UsageRow) -> None:
         """Adds a row. Raises ApiError if there are more than ROWS_MAX sums."""
-        columns: dict[str, int | str]
-        columns = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
+        columns: dict[str, Any] = {"day": row.day, "account": account_id, "model": row.model, "token": row.token_id}
         counts = (row.requests, row.micro_neurons, row.prompt_tokens, row.cached_tokens, row.completion_tokens)
         for tag in row.each_tag if "tag" in self.by else ("",):
             columns["tag"] = tag
@@ -137,18 +138,11 @@ class UsageSums:
         return [self._item(key) for key in sorted(self._sums)]
 
     def _item(self, key: tuple[Any, ...]) -> UsageItem:
-        columns: dict[str, Any] = dict(zip(self.by, key, strict=True))
-        if "day" in columns:
-            columns["day"] = EPOCH + timedelta(columns["day"])
-        requests, micro_neurons, prompt_tokens, cached_tokens, completion_tokens = self._sums[key]
-        return UsageItem(
-            **columns,
-            requests=requests,
-            neurons=micro_neurons / MICRO,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-        )
+        fields: dict[str, Any] = dict(zip((*self.by, *_COUNTS), (*key, *self._sums[key]), strict=True))
+        fields["neurons"] /= MICRO
+        if "day" in fields:
+            fields["day"] = EPOCH + timedelta(fields["day"])
+        return UsageItem(**fields)
 
 
 def _answer(sums: UsageSums, query: RowsQuery) -> AdminResult[list[UsageItem]]:
@@ -160,7 +154,7 @@ def _answer(sums: UsageSums, query: RowsQuery) -> AdminResult[list[UsageItem]]:
 
 def usage_csv(items: Sequence[UsageItem], by: Sequence[str]) -> str:
     """Renders CSV with a line of names. A text that a spreadsheet would take for a formula gets an apostrophe."""
-    names = [*by, "requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens"]
+    names = [*by, *_COUNTS]
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\r\n")
     writer.writerow(names)
@@ -176,19 +170,14 @@ def _cell(value: Any) -> Any:
 
 OPERATIONS: Final = (
     Operation(
-        method="GET",
-        path=f"{ACCOUNT}/usage",
-        summary="What the account used, by day, model, token and tag",
-        permissions=(Permission.ACCOUNT_ADMIN, Permission.USAGE_READ),
-        serve=of_account,
+        "GET",
+        f"{ACCOUNT}/usage",
+        of_account,
+        FOR_READER,
+        "What the account used, by day, model, token and tag",
         csv=True,
     ),
     Operation(
-        method="GET",
-        path=f"{OPERATOR}/usage",
-        summary="What all accounts used, by day, account and model",
-        permissions=(Permission.OPERATOR,),
-        serve=of_all,
-        csv=True,
+        "GET", f"{OPERATOR}/usage", of_all, FOR_OPERATOR, "What all accounts used, by day, account and model", csv=True
     ),
 )
