@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
 
-from engine.weights.streaming import read_bytes
+from engine.weights.streaming import FilePiece, read_bytes, read_piece
 from engine.weights.tensor_index import CheckpointError
 
 Item = TypeVar("Item")
@@ -34,6 +34,13 @@ class SourceFiles:
         """These bytes of the file. Raises CheckpointError."""
         memory = bytearray(count)
         read_bytes(self._files[path], path, first, memoryview(memory))
+        return memory
+
+    def read_piece(self, piece: FilePiece) -> bytearray:
+        """A piece's bytes; its words are whole ones. Raises CheckpointError where they are not those that were
+        written."""
+        memory = bytearray(piece.bytes)
+        read_piece(self._files[piece.path], piece, memoryview(memory))
         return memory
 
     def require_unchanged(self) -> None:

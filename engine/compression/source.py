@@ -2,21 +2,19 @@
 weights.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from engine.bf12 import metadata
-from engine.bf12.metadata import Bf12MetadataError
 from engine.compression import checksums
 from engine.compression.survey import shape_reason
 from engine.compression.target import list_files
+from engine.weights.bf12_reader import read_metadata
+from engine.weights.checkpoint import INDEX_NAME, SINGLE_NAME, read_index
 from engine.weights.safetensors_header import SafetensorsHeader, TensorSpan, read_header
 from engine.weights.tensor_index import CheckpointError, abbreviate_names
 
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
 _SUFFIX: Final = ".safetensors"
 _PICKLES: Final = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl"))
 _PLANES: Final = (metadata.HIGH, metadata.HIGH_ENDS, metadata.BASES, metadata.POSITIONS, metadata.VALUES)
@@ -53,9 +51,7 @@ class SourceFolder:
 def scan_folder(path: Path) -> SourceFolder:
     """Reads the folder's headers. Raises CheckpointError where nothing can be compressed, TargetError where
     something cannot be copied."""
-    if not path.is_dir():
-        raise CheckpointError(f"there is no folder {path}")
-    names = [name for name in list_files(path) if name != Path(checksums.SUMS_NAME)]
+    names = list_names(path)
     if Path(checksums.ORIGINAL_SUMS_NAME) in names:
         raise CheckpointError(
             f"{path} has a {checksums.ORIGINAL_SUMS_NAME}, which is what its {checksums.SUMS_NAME} would become: "
@@ -73,22 +69,26 @@ def scan_folder(path: Path) -> SourceFolder:
     )
 
 
+def list_names(folder: Path) -> list[Path]:
+    """All files of the folder except the sums. Raises CheckpointError where there is no folder."""
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    return [name for name in list_files(folder) if name != Path(checksums.SUMS_NAME)]
+
+
 def weight_files(folder: Path, names: list[Path]) -> list[Path]:
     """The files that the folder's index names, or the single one; without either, all safetensors files at its top.
     Raises CheckpointError."""
     files = [name for name in names if name.parent == Path() and name.suffix == _SUFFIX]
-    if Path(_INDEX) in names:
-        try:
-            indexed = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / _INDEX} is no index of safetensors files: {error!r}") from error
+    if Path(INDEX_NAME) in names:
+        indexed = read_index(folder / INDEX_NAME)
         if missing := indexed.difference(map(str, files)):
             raise CheckpointError(
-                f"{folder} lacks {abbreviate_names(map(str, missing))}, which {_INDEX} names: get it again"
+                f"{folder} lacks {abbreviate_names(map(str, missing))}, which {INDEX_NAME} names: get it again"
             )
         files = [name for name in files if str(name) in indexed]
-    elif Path(_SINGLE) in names:
-        files = [Path(_SINGLE)]
+    elif Path(SINGLE_NAME) in names:
+        files = [Path(SINGLE_NAME)]
     if not files:
         pickles = any(name.suffix in _PICKLES for name in names)
         raise CheckpointError(
@@ -114,10 +114,7 @@ def _require_names(folder: Path, weights: dict[Path, SafetensorsHeader]) -> None
 
 
 def _require_original(path: Path, header: SafetensorsHeader) -> None:
-    try:
-        compressed = metadata.parse_metadata(header.metadata)
-    except Bf12MetadataError as error:
-        raise CheckpointError(f"{path} was compressed, and {error}") from error
+    compressed = read_metadata(path, header)
     if compressed is not None:
         raise CheckpointError(
             f"{path} is compressed already, at level {compressed.level.name.lower()}: `hearth models expand` gives the "

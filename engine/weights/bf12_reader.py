@@ -17,13 +17,23 @@ from engine.bf12.metadata import (
     POSITIONS,
     VALUES,
     Bf12Metadata,
+    Bf12MetadataError,
     CompressionLevel,
+    parse_metadata,
     piece_rows,
 )
 from engine.weights.safetensors_header import SafetensorsHeader, parse_header
 from engine.weights.tensor_index import BF12, Bf12Planes, CheckpointError, StoredTensor, ZstdPlane, abbreviate_names
 
 _RECOMPRESS_HINT: Final = "get the file again, or compress its model anew"
+
+
+def read_metadata(path: Path, header: SafetensorsHeader) -> Bf12Metadata | None:
+    """What the file's header says of its compression; None where it is not compressed. Raises CheckpointError."""
+    try:
+        return parse_metadata(header.metadata)
+    except Bf12MetadataError as error:
+        raise CheckpointError(f"{path} is a compressed file, and {error}") from error
 
 
 def original_header(path: Path, metadata: Bf12Metadata) -> SafetensorsHeader:
@@ -55,9 +65,7 @@ def gather_tensors(path: Path, stored: Mapping[str, StoredTensor], metadata: Bf1
     summed = {name + suffix for name in metadata.codes for suffix in summed_planes} | plain.keys()
     unknown = (name for name in metadata.pieces if name not in summed)
     _require_none(path, "has sums of tensors that are not there:", unknown)
-    return matrices | {
-        name: replace(tensor, sums=_sums(path, name, metadata, _piece_count(tensor))) for name, tensor in plain.items()
-    }
+    return matrices | {name: _with_sums(path, name, tensor, metadata) for name, tensor in plain.items()}
 
 
 def _bf12(path: Path, name: str, stored: Mapping[str, StoredTensor], metadata: Bf12Metadata) -> StoredTensor:
@@ -78,9 +86,9 @@ def _bf12(path: Path, name: str, stored: Mapping[str, StoredTensor], metadata: B
         shape=shape,
         sums=_sums(path, name, metadata, pieces),
         bf12=Bf12Planes(
-            replace(bases, sums=_sums(path, name + BASES, metadata, _piece_count(bases))),
-            replace(positions, sums=_sums(path, name + POSITIONS, metadata, _piece_count(positions))),
-            replace(values, sums=_sums(path, name + VALUES, metadata, _piece_count(values))),
+            _with_sums(path, name + BASES, bases, metadata),
+            _with_sums(path, name + POSITIONS, positions, metadata),
+            _with_sums(path, name + VALUES, values, metadata),
             _zstd(path, name, stored, pieces) if metadata.level is CompressionLevel.DISTRIBUTION else None,
         ),
     )
@@ -114,8 +122,9 @@ def _plane(path: Path, name: str, stored: Mapping[str, StoredTensor], dtype: str
     return plane
 
 
-def _piece_count(stored: StoredTensor) -> int:
-    return -(-(stored.last - stored.first) // PIECE_BYTES)
+def _with_sums(path: Path, name: str, tensor: StoredTensor, metadata: Bf12Metadata) -> StoredTensor:
+    """A tensor that is no matrix of words, with the sums of its pieces."""
+    return replace(tensor, sums=_sums(path, name, metadata, -(-(tensor.last - tensor.first) // PIECE_BYTES)))
 
 
 def _sums(path: Path, name: str, metadata: Bf12Metadata, pieces: int) -> tuple[int, ...]:

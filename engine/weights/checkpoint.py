@@ -4,20 +4,22 @@ Some of the files, or all, may be compressed. It reads headers and moves no weig
 """
 
 import hashlib
-import json
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from engine.bf12.metadata import Bf12MetadataError, parse_metadata
+import msgspec
+
 from engine.models.weight_names import TensorSource
-from engine.weights.bf12_reader import gather_tensors
+from engine.weights.bf12_reader import gather_tensors, read_metadata
 from engine.weights.safetensors_header import read_header, tensors_in
 from engine.weights.tensor_index import BF12, ITEM_BYTES, CheckpointError, StoredTensor, abbreviate_names
 
 __all__ = ["Checkpoint", "CheckpointError", "StoredTensor"]
 
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
 _COUNTS: Final = ("I64",)  # positions that some encoders' files carry, never a weight
 _SMALL_BYTES: Final = 64 << 20  # checkpoints up to this size are digested whole
 _SAMPLE_BYTES: Final = 4096
@@ -80,23 +82,31 @@ class Checkpoint:
         return digest.hexdigest()[:32]
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_index(index: Path) -> set[str]:
+    """The files that an index of safetensors files names. Raises CheckpointError."""
+    try:
+        return set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
+
+
 def _paths(folder: Path) -> list[Path]:
     """The one file, or those that the index names, in order. Refuses names that leave the folder."""
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
     if not index.exists():
-        single = folder / "model.safetensors"
         if not single.exists():
             if any(folder.glob("*.bin")):
                 raise CheckpointError(
                     f"{folder} has its weights only as pickle files, which can run code when they are opened: "
                     "Hearth reads safetensors. Look for a converted checkpoint"
                 )
-            raise CheckpointError(f"{folder} has neither model.safetensors nor {index.name}")
+            raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
         return [single]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
+    names = sorted(read_index(index))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise CheckpointError(f"{index.name} names {name!r}, which is no file of {folder}")
@@ -107,11 +117,7 @@ def _paths(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> dict[str, StoredTensor]:
     header = read_header(path)
-    try:
-        metadata = parse_metadata(header.metadata)
-    except Bf12MetadataError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    tensors = tensors_in(path, header)
+    metadata, tensors = read_metadata(path, header), tensors_in(path, header)
     if metadata is not None:
         tensors = gather_tensors(path, tensors, metadata)
     for name, tensor in tensors.items():

@@ -86,6 +86,10 @@ def load_tensors(
     tensors = allocate(formats, device) if into is None else into
     loads = _loads(checkpoint, table, formats, tensors)
     matrices = read_matrices({load.name: load.stored for load in loads if load.stored.bf12 is not None}, beat)
+    for name, matrix in matrices.items():
+        if count := int((~matrix.escapes.values_E.isfinite()).sum()):
+            path = matrix.stored.path
+            raise CheckpointError(f"{path}: {name} has {count} values that are not finite: the file is damaged")
     pieces = [piece for load in loads for piece in _pieces(load, matrices)]
     with ProgressBar("loading", sum(piece.bytes for piece in pieces)) as progress:
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.bf12 import layout
 from engine.bf12.codec import Escapes
 from engine.bf12.layout import ZEROS, words_of
-from engine.bf12.metadata import BASES, HIGH_ENDS, PIECE_BYTES, POSITIONS, VALUES, piece_rows
+from engine.bf12.metadata import ALIGNED_BYTES, BASES, HIGH_ENDS, PIECE_BYTES, POSITIONS, VALUES, piece_rows
 from engine.weights.streaming import Bf12Rows, FilePiece, split_pieces, stream_pieces
 from engine.weights.tensor_index import CheckpointError, StoredTensor, ZstdPlane
 
@@ -84,8 +84,6 @@ def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> Sto
         raise CheckpointError(f"{stored.path}: {name} has bases that are none: compress its model anew")
     if len(positions_E) and not _ascend(positions_E, stored.numbers):
         raise CheckpointError(f"{stored.path}: {name} has escapes at no places of it: compress its model anew")
-    if wrong := int((~values_E.isfinite()).sum()):
-        raise CheckpointError(f"{stored.path}: {name} has {wrong} values that are not finite: the file is damaged")
     escapes = Escapes(stored.shape[0], stored.shape[1], bases_N, positions_E, values_E)
     return StoredMatrix(name, stored, escapes, None if planes.zstd is None else _frames(name, planes.zstd, small))
 
@@ -97,6 +95,7 @@ def _ascend(positions_E: Tensor, numbers: int) -> bool:
 def _frames(name: str, zstd: ZstdPlane, small: Mapping[str, Tensor]) -> list[range]:
     ends = small[name + HIGH_ENDS].tolist()
     frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
-    if not all(0 < len(frame) <= PIECE_BYTES for frame in frames) or ends[-1] > zstd.frames.bytes:
+    fit = all(0 < len(frame) <= PIECE_BYTES for frame in frames)
+    if not fit or not 0 <= zstd.frames.bytes - ends[-1] < ALIGNED_BYTES:
         raise CheckpointError(f"{zstd.ends.path}: {name} has frames that do not fit: get the file again")
     return [range(zstd.frames.first + frame.start, zstd.frames.first + frame.stop) for frame in frames]

@@ -155,14 +155,16 @@ def _read(
                 piece = waiting.popleft()
             except IndexError:  # another reader took the last one
                 return
-            _fill(slab.memory, piece, files[piece.path])
+            read_piece(files[piece.path], piece, slab.memory)
             slab.prepare(piece)
             full.put((slab, piece))
     except BaseException as error:
         full.put(error)
 
 
-def _fill(memory: memoryview, piece: FilePiece, file: int) -> None:
+def read_piece(file: int, piece: FilePiece, memory: memoryview) -> None:
+    """Fills the start of `memory` with the piece's bytes, from the open file; words are whole ones again. Raises
+    CheckpointError where they cannot be read or are not those that were written."""
     into = memory[: piece.bytes]
     if piece.rows is None or piece.rows.frame is None:
         read_bytes(file, piece.path, piece.first, into)
@@ -241,7 +243,7 @@ class Slab:
 
     def prepare(self, piece: FilePiece) -> None:
         """Does in the reader's thread what the sender's thread would have to wait for."""
-        self._numbers = _numbers(piece, self._stored(piece))
+        self._numbers = expand_piece(piece, self._stored(piece))
 
     def send(self, piece: FilePiece) -> None:
         """Copies what was read to where it belongs."""
@@ -271,7 +273,7 @@ class PinnedSlab(Slab):
             self._pinned = True
         stored = self._stored(piece)
         if piece.stored is not piece.target.dtype:
-            stored = _numbers(piece, stored.to(piece.target.device, non_blocking=True))
+            stored = expand_piece(piece, stored.to(piece.target.device, non_blocking=True))
         piece.target.copy_(stored, non_blocking=True)
         self._fetched.record()
 
@@ -285,7 +287,7 @@ class PinnedSlab(Slab):
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._bytes.data_ptr()))
 
 
-def _numbers(piece: FilePiece, stored: Tensor) -> Tensor:
+def expand_piece(piece: FilePiece, stored: Tensor) -> Tensor:
     """The numbers that the target takes, in the dtype and where `stored` lies."""
     if piece.rows is None or piece.rows.escapes is None:
         return stored

@@ -382,9 +382,9 @@ def test_what_was_altered_is_named(tmp_path: Path) -> None:
     padding = placed["weight.high"].last - 1
     assert good[padding] == 0
     for place, said in (
-        (placed["weight"].first, "weight was altered"),
-        (placed["bias"].first, "bias was altered"),
-        (placed["weight.bases"].first, "weight.bases was altered"),
+        (placed["weight"].first, "weight is not as it was written"),
+        (placed["bias"].first, "bias is not as it was written"),
+        (placed["weight.bases"].first, "weight.bases is not as it was written"),
         (padding, "weight was altered behind its frames"),
     ):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
@@ -398,7 +398,7 @@ def test_a_frame_is_no_longer_than_a_piece(tmp_path: Path) -> None:
     long = 2 * bf12_metadata.PIECE_BYTES
     planes = load_file(path) | {"weight.high": torch.zeros(long).byte(), "weight.high_ends": torch.tensor([long])}
     bf12_files.write_file(path, planes, read_header(path).metadata)
-    with pytest.raises(CheckpointError, match="weight has frames that end where they cannot"):
+    with pytest.raises(CheckpointError, match="weight has frames that do not fit"):
         expand_folder(tmp_path / "made", tmp_path / "back", CPU)
 
 
