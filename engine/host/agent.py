@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,10 +32,9 @@ from engine.host.paths import (
     kernel_cache,
     lock_folder,
     open_listener,
-    remove_socket,
     replica_addresses,
 )
-from engine.host.peers import PeerChannel, ReplicaPeer
+from engine.host.peers import RECEIVED_BYTES_MAX, UNSENT_BYTES_MAX, ReplicaPeer
 from engine.host.reconciler import PlacementReconciler, ReplicaCondition
 from engine.host.replica_handle import ReplicaHandle
 from engine.host.supervisor import (
@@ -47,6 +47,7 @@ from engine.host.supervisor import (
 from engine.hostinfo import gpus
 from engine.hostinfo.memory import HostDevice, cpu_device, gpu_devices, host_memory_budget
 from engine.log import log
+from engine.protocol.connection import PeerChannel, remove_socket
 from engine.protocol.frames import Frame, MachineState, ModelDemand, encode_frame
 from engine.protocol.specs import MachineSpec, ReplicaSpec
 
@@ -179,11 +180,9 @@ class HostAgent:
             return
         number = next(self._numbers)
         gateway = PeerChannel(
-            self._selector,
-            peer,
-            lambda frame: self._on_frame(number, frame),
-            lambda reason: self._on_disconnect(number, reason),
-        )
+            self._selector, peer, RECEIVED_BYTES_MAX, UNSENT_BYTES_MAX,
+            partial(self._on_frame, number), partial(self._on_disconnect, number),
+        )  # fmt: skip
         self._gateways[number] = gateway
         gateway.send(self._published)
 

@@ -6,7 +6,6 @@ import fcntl
 import hashlib
 import os
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,19 +70,3 @@ def open_listener(address: str) -> socket.socket:
         return connection.listen(address)
     except OSError as error:
         raise AgentStartError(f"cannot listen on {address}: {error}") from error
-
-
-def socket_family(target: str | tuple[str, int]) -> socket.AddressFamily:
-    """The family of a socket for what `parse_address` gave."""
-    if isinstance(target, str):
-        return socket.AF_UNIX
-    return socket.AF_INET6 if ":" in target[0] else socket.AF_INET
-
-
-def remove_socket(address: str) -> None:
-    """Removes the file of a unix socket, where there is one."""
-    target = parse_address(address)
-    if isinstance(target, str):
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(target).st_mode):
-                os.unlink(target)

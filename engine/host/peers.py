@@ -1,92 +1,22 @@
-"""The agent's connections: those that gateways open, and those that it opens to its replicas and keeps. Nothing here
-waits. It takes what frames say, and decides nothing.
+"""The agent's connections to its replicas, which it opens and keeps. Nothing here waits. It takes what frames say, and
+decides nothing.
 """
 
 import errno
 import selectors
 import socket
-from collections.abc import Callable
 from typing import Final
 
-from engine.host.paths import socket_family
 from engine.log import log
 from engine.process.supervised import Backoff
 from engine.protocol.address import parse_address
-from engine.protocol.connection import FrameConnection, PeerGone
-from engine.protocol.frames import (
-    Frame,
-    FrameError,
-    Hello,
-    PlacementStatus,
-    ReplicaLoad,
-    SetPlacement,
-    encode_frame,
-)
+from engine.protocol.connection import PeerChannel, socket_family
+from engine.protocol.frames import Frame, FrameError, Hello, PlacementStatus, ReplicaLoad, SetPlacement
 
-_RECEIVED_BYTES_MAX: Final = 1 << 20
-_UNSENT_BYTES_MAX: Final = 4 << 20
+RECEIVED_BYTES_MAX: Final = 1 << 20
+UNSENT_BYTES_MAX: Final = 4 << 20
 _IN_PROGRESS: Final = (0, errno.EINPROGRESS)
 _BACKOFF_S: Final = 0.05  # before a lost connection is tried again, doubled each further time
-
-
-class PeerChannel:
-    """A socket of frames in the loop's selector, until it is closed or lost; `on_lost` is called in the latter case."""
-
-    def __init__(
-        self, selector: selectors.BaseSelector, peer: socket.socket,
-        on_frame: Callable[[Frame], None], on_lost: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        """`peer` may still be connecting. `on_frame` may raise FrameError, which loses the peer."""
-        self.closed = False
-        self._selector = selector
-        self._connection = FrameConnection(peer.fileno(), peer, _RECEIVED_BYTES_MAX, _UNSENT_BYTES_MAX)
-        self._on_frame = on_frame
-        self._on_lost = on_lost
-        selector.register(peer, selectors.EVENT_READ, self._on_ready)
-
-    def send(self, frame: Frame) -> None:
-        self.send_encoded(encode_frame(frame))
-
-    def send_encoded(self, encoded: bytes) -> None:
-        """Sends a frame's bytes, or keeps them until the peer reads. Does nothing once the channel is closed."""
-        if self.closed:
-            return
-        try:
-            self._connection.send(encoded)
-        except PeerGone as gone:
-            self._lose(str(gone))
-            return
-        self._watch()
-
-    def close(self) -> None:
-        """Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._selector.unregister(self._connection.socket)
-            self._connection.socket.close()
-
-    def _on_ready(self) -> None:
-        if self.closed:  # by what another socket sent in the same round
-            return
-        try:
-            self._connection.flush()
-            for frame in self._connection.frames():
-                self._on_frame(frame)
-                if self.closed:
-                    return
-        except (PeerGone, FrameError) as error:
-            self._lose(str(error))
-            return
-        self._watch()
-
-    def _watch(self) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._connection.unsent else 0)
-        if self._selector.get_key(self._connection.socket).events != events:
-            self._selector.modify(self._connection.socket, events, self._on_ready)
-
-    def _lose(self, reason: str) -> None:
-        self.close()
-        self._on_lost(reason)
 
 
 class ReplicaPeer:
@@ -154,7 +84,10 @@ class ReplicaPeer:
             self._pause(now)
             return
         self._greet_until = now + self._connect_s
-        self._channel = PeerChannel(self._selector, peer, self._on_frame, lambda reason: self._on_lost(reason, now))
+        self._channel = PeerChannel(
+            self._selector, peer, RECEIVED_BYTES_MAX, UNSENT_BYTES_MAX,
+            self._on_frame, lambda reason: self._on_lost(reason, now),
+        )  # fmt: skip
         self._channel.send(first)
 
     def _on_frame(self, frame: Frame) -> None:

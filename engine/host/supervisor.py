@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from engine.host.paths import remove_socket
 from engine.log import LOG_FORMAT_VARIABLE, convert_line, log, write
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.process.supervised import Backoff, start_child
+from engine.protocol.connection import remove_socket
 from engine.protocol.reports import memory_report_path
 from engine.protocol.specs import ReplicaSpec
 

@@ -3,13 +3,14 @@ waits. It does not know what the frames mean."""
 
 import contextlib
 import os
+import selectors
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from engine.protocol.address import parse_address
-from engine.protocol.frames import Frame, FrameReader
+from engine.protocol.frames import Frame, FrameError, FrameReader, encode_frame
 
 _RECEIVE_BYTES: Final = 1 << 18
 
@@ -22,9 +23,8 @@ class FrameConnection:
     """One peer's socket. At most `max_received` bytes are read from it at once, and PeerGone is raised where it leaves
     more than `max_unsent` unread."""
 
-    def __init__(self, number: int, peer: socket.socket, max_received: int, max_unsent: int) -> None:
+    def __init__(self, peer: socket.socket, max_received: int, max_unsent: int) -> None:
         peer.setblocking(False)
-        self.number = number
         self.socket = peer
         self._max_received = max_received
         self._max_unsent = max_unsent
@@ -71,15 +71,81 @@ class FrameConnection:
             raise PeerGone(str(error)) from error
 
 
+class PeerChannel:
+    """A socket of frames in the loop's selector, until it is closed or lost; `on_lost` is called in the latter case."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, peer: socket.socket, max_received: int, max_unsent: int,
+        on_frame: Callable[[Frame], None], on_lost: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`peer` may still be connecting; the limits are those of FrameConnection. The selector's data is what to call
+        when the peer is ready. `on_frame` may raise FrameError, which loses the peer."""
+        self.closed = False
+        self._selector = selector
+        self._connection = FrameConnection(peer, max_received, max_unsent)
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        selector.register(peer, selectors.EVENT_READ, self._on_ready)
+
+    def send(self, frame: Frame) -> None:
+        self.send_encoded(encode_frame(frame))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        """Sends a frame's bytes, or keeps them until the peer reads. Does nothing once the channel is closed."""
+        if self.closed:
+            return
+        try:
+            self._connection.send(encoded)
+        except PeerGone as gone:
+            self.lose(str(gone))
+            return
+        self._watch()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return self._connection.unsent
+
+    def lose(self, reason: str) -> None:
+        """Closes the channel and tells its owner, once."""
+        if not self.closed:
+            self.close()
+            self._on_lost(reason)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.closed:
+            self.closed = True
+            self._selector.unregister(self._connection.socket)
+            self._connection.socket.close()
+
+    def _on_ready(self) -> None:
+        if self.closed:  # by what another socket sent in the same round
+            return
+        try:
+            self._connection.flush()
+            for frame in self._connection.frames():
+                self._on_frame(frame)
+                if self.closed:
+                    return
+        except (PeerGone, FrameError) as error:
+            self.lose(str(error))
+            return
+        self._watch()
+
+    def _watch(self) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._connection.unsent else 0)
+        if self._selector.get_key(self._connection.socket).events != events:
+            self._selector.modify(self._connection.socket, events, self._on_ready)
+
+
 def listen(address: str) -> socket.socket:
     """A listening socket that does not block. A unix socket left behind by an earlier process is replaced."""
     target = parse_address(address)
     if isinstance(target, tuple):
-        listener = socket.create_server(target, family=socket.AF_INET6 if ":" in target[0] else socket.AF_INET)
+        listener = socket.create_server(target, family=socket_family(target))
     else:
-        with contextlib.suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(target).st_mode):
-                os.unlink(target)
+        remove_socket(address)
         listener = socket.socket(socket.AF_UNIX)
         umask = os.umask(0o077)  # prompts travel here: for this user alone
         try:
@@ -92,3 +158,19 @@ def listen(address: str) -> socket.socket:
         listener.listen()
     listener.setblocking(False)
     return listener
+
+
+def socket_family(target: str | tuple[str, int]) -> socket.AddressFamily:
+    """The family of a socket for what `parse_address` gave."""
+    if isinstance(target, str):
+        return socket.AF_UNIX
+    return socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+
+
+def remove_socket(address: str) -> None:
+    """Removes the file of a unix socket, where there is one."""
+    target = parse_address(address)
+    if isinstance(target, str):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(target).st_mode):
+                os.unlink(target)

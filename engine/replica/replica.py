@@ -10,13 +10,14 @@ import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from engine.execution.step_loop import StepLoop
 from engine.log import log
 from engine.memory import scrub
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
-from engine.protocol.connection import FrameConnection, PeerGone
+from engine.protocol.connection import PeerChannel
 from engine.protocol.frames import (
     PROTOCOL_VERSION,
     Cancel,
@@ -25,6 +26,7 @@ from engine.protocol.frames import (
     Hello,
     PlacementStatus,
     Reject,
+    ReplicaLoad,
     SetPlacement,
     Submit,
     encode_frame,
@@ -114,7 +116,7 @@ class Replica:
         )
         self._tracer = _open_tracer(spec)
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[int, FrameConnection] = {}
+        self._connections: dict[int, PeerChannel] = {}
         self._connected = 0
         self._tick_at = clock()
         self._overwrite_at = clock()
@@ -126,8 +128,9 @@ class Replica:
         self._drain_wanted = True
 
     def run(self) -> int:
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._grammars.bell, selectors.EVENT_READ)
+        bell = self._grammars.bell
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(bell, selectors.EVENT_READ, lambda: bell.recv(_BELL_BYTES))
         try:
             while self._loop.failures < _FAILURES_MAX and not self._drained() and not self._orphaned():
                 self._poll()
@@ -142,7 +145,7 @@ class Replica:
             return int(failed)
         finally:
             for connection in list(self._connections.values()):
-                self._close(connection, "the replica ends")
+                connection.lose("the replica ends")
             self._selector.close()
             if self._tracer is not None:
                 self._heartbeat.enter(ReplicaPhase.STOPPING)
@@ -157,17 +160,8 @@ class Replica:
             self._heartbeat.enter(ReplicaPhase.IDLE)
             if not (self._sleep.settled and self._executor.warm_up()) and not self._sweeping:
                 wait_s = self._sleep.pause_s(max(0.0, self._tick_at - self._clock()))
-        for key, events in self._selector.select(wait_s):
-            if key.fileobj is self._listener:
-                self._accept()
-                continue
-            if key.fileobj is self._grammars.bell:
-                self._grammars.bell.recv(_BELL_BYTES)
-                continue
-            if events & selectors.EVENT_READ:
-                self._receive(key.data)
-            if events & selectors.EVENT_WRITE:
-                self._send(key.data, b"")
+        for key, _ in self._selector.select(wait_s):
+            key.data()
         if self._drain_wanted and self._drain_until is None:
             self._drain_until = self._clock() + self._bounds.drain_s
             self._tick_at = self._clock()
@@ -195,23 +189,23 @@ class Replica:
             if self._tracer is not None:
                 self._tracer.observe(owner, outputs)
             if owner in self._connections:
-                self._send(self._connections[owner], encode_frame(outputs))
+                self._connections[owner].send(outputs)
         for sequence, reject in self._scheduler.intake.waiting.take_rejects():
             if self._tracer is not None:
                 self._tracer.rejected(sequence.owner, sequence.first_id, sequence.choices)
             if sequence.owner in self._connections:
-                self._send(self._connections[sequence.owner], encode_frame(reject))
+                self._connections[sequence.owner].send(reject)
         placed, self._placed = self._placed, None
         if placed is not None:
             changed = True
             for number in list(self._placing):
-                self._send(self._connections[number], encode_frame(placed))
+                self._connections[number].send(placed)
         now = self._clock()
         if changed or now >= self._tick_at:
             self._tick_at = now + _TICK_S
-            load = encode_frame(self._scheduler.load(draining=self._drain_until is not None))
+            load = encode_frame(self._load())
             for connection in list(self._connections.values()):
-                self._send(connection, load)
+                connection.send_encoded(load)
 
     def _drained(self) -> bool:
         """Whether the drain is over. What waits while the model sleeps ends at once: nothing is going to wake it."""
@@ -233,54 +227,49 @@ class Replica:
             peer.close()
             return
         self._connected += 1
-        connection = FrameConnection(self._connected, peer, self._bounds.received_bytes, self._bounds.unsent_bytes)
-        self._connections[connection.number] = connection
-        self._selector.register(peer, selectors.EVENT_READ, connection)
-        log("connected", connection=connection.number)
-        self._send(connection, encode_frame(self._hello))
-        self._send(connection, encode_frame(self._scheduler.load(draining=self._drain_until is not None)))
+        number = self._connected
+        connection = PeerChannel(
+            self._selector, peer, self._bounds.received_bytes, self._bounds.unsent_bytes,
+            partial(self._on_frame, number), partial(self._on_disconnect, number),
+        )  # fmt: skip
+        self._connections[number] = connection
+        log("connected", connection=number)
+        connection.send(self._hello)
+        connection.send(self._load())
 
-    def _receive(self, connection: FrameConnection) -> None:
-        try:
-            for frame in connection.frames():
-                self._handle(connection, frame)
-                if connection.number not in self._connections:
-                    return  # it ended while it was answered: nothing more of it may run
-        except (PeerGone, FrameError) as error:
-            self._close(connection, str(error))
-
-    def _handle(self, connection: FrameConnection, frame: Frame) -> None:
+    def _on_frame(self, number: int, frame: Frame) -> None:
         if isinstance(frame, Cancel):
-            self._scheduler.intake.cancel(connection.number, frame.ids)
+            self._scheduler.intake.cancel(number, frame.ids)
         elif isinstance(frame, SetPlacement):
-            self._place(connection, frame)
+            self._place(number, frame)
         elif not isinstance(frame, Submit):
             raise FrameError(f"a {type(frame).__name__} is not for a replica")
         elif self._drain_wanted:
-            self._send(
-                connection, encode_frame(Reject(frame.id, RejectReason.DRAINING, "the replica is shutting down"))
-            )
+            self._connections[number].send(Reject(frame.id, RejectReason.DRAINING, "the replica is shutting down"))
         else:
-            try:
-                sequences = self._validator.sequences(frame, connection.number, self._clock())
-                if frame.grammar is not None:
-                    self._compile(frame.grammar, frame, sequences)
-                self._scheduler.intake.add(sequences)
-            except SubmitRejected as rejected:
-                reject = Reject(frame.id, rejected.reason, rejected.message, rejected.retry_after_ms)
-                self._send(connection, encode_frame(reject))
-                return
-            if self._tracer is not None:
-                self._tracer.accepted(connection.number, frame)
+            self._submit(number, frame)
 
-    def _place(self, connection: FrameConnection, target: SetPlacement) -> None:
+    def _submit(self, number: int, submit: Submit) -> None:
+        try:
+            sequences = self._validator.sequences(submit, number, self._clock())
+            if submit.grammar is not None:
+                self._compile(submit.grammar, submit, sequences)
+            self._scheduler.intake.add(sequences)
+        except SubmitRejected as rejected:
+            reject = Reject(submit.id, rejected.reason, rejected.message, rejected.retry_after_ms)
+            self._connections[number].send(reject)
+            return
+        if self._tracer is not None:
+            self._tracer.accepted(number, submit)
+
+    def _place(self, number: int, target: SetPlacement) -> None:
         """Answers the first order of a connection at once, and each order where it ends. A first one that asks for
         nothing is not answered twice: the machine would take that for the end of what it ordered meanwhile."""
         if target.residency == Residency.DISK:
             raise FrameError("a replica is ended, not sent to disk")
-        if connection.number not in self._placing:
-            self._placing.add(connection.number)
-            self._send(connection, encode_frame(self._sleep.status()))
+        if number not in self._placing:
+            self._placing.add(number)
+            self._connections[number].send(self._sleep.status())
             if self._sleep.obeyed(target):
                 return
         if not self._drain_wanted:
@@ -293,37 +282,26 @@ class Replica:
         for sequence in sequences:
             sequence.compilation = compilation
 
-    def _send(self, connection: FrameConnection, encoded: bytes) -> None:
-        if connection.number not in self._connections:
-            return
-        try:
-            connection.send(encoded)
-        except PeerGone as error:
-            self._close(connection, str(error))
-            return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        if self._selector.get_key(connection.socket).events != wanted:
-            self._selector.modify(connection.socket, wanted, connection)
-
-    def _close(self, connection: FrameConnection, reason: str) -> None:
-        """Ends the connection and everything that runs for it. Does nothing the second time."""
-        if self._connections.pop(connection.number, None) is None:
-            return
-        self._placing.discard(connection.number)
-        self._scheduler.intake.drop(connection.number)
+    def _on_disconnect(self, number: int, reason: str) -> None:
+        """Ends everything that runs for the connection."""
+        del self._connections[number]
+        self._placing.discard(number)
+        self._scheduler.intake.drop(number)
         if self._tracer is not None:
-            self._tracer.dropped(connection.number)
-        self._selector.unregister(connection.socket)
-        connection.socket.close()
-        log("disconnected", connection=connection.number, reason=reason)
+            self._tracer.dropped(number)
+        log("disconnected", connection=number, reason=reason)
 
     def _flush(self) -> None:
-        """Gives the peers a last moment to read what was sent."""
+        """Gives the peers a last moment to read what was sent; nobody new may come, and nothing new begins."""
+        self._drain_wanted = True
+        self._selector.unregister(self._listener)
         until = self._clock() + self._bounds.flush_s
         while self._clock() < until and any(connection.unsent for connection in self._connections.values()):
-            for key, events in self._selector.select(until - self._clock()):
-                if events & selectors.EVENT_WRITE:
-                    self._send(key.data, b"")
+            for key, _ in self._selector.select(until - self._clock()):
+                key.data()
+
+    def _load(self) -> ReplicaLoad:
+        return self._scheduler.load(draining=self._drain_until is not None)
 
 
 def _open_tracer(spec: ReplicaSpec) -> "ReplicaTracer | None":

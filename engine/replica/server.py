@@ -19,7 +19,7 @@ from engine.hostinfo import gpus
 from engine.log import log
 from engine.process.death_signal import die_with_parent
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
-from engine.protocol.connection import listen
+from engine.protocol.connection import listen, remove_socket
 from engine.protocol.reports import MemoryReport, memory_report_path
 from engine.protocol.specs import ReplicaSpec
 from engine.replica.replica import Replica, ReplicaLimits
@@ -86,9 +86,7 @@ def serve(
         return status
     finally:
         listener.close()
-        if spec.address.startswith("unix:"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(spec.address.removeprefix("unix:"))
+        remove_socket(spec.address)
 
 
 def _write_memory_report(pulse: str, report: MemoryReport) -> None:

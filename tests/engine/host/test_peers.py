@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.host.peers import PeerChannel, ReplicaPeer
+from engine.host.peers import ReplicaPeer
 from engine.protocol.frames import (
     PROTOCOL_VERSION,
     Frame,
@@ -149,20 +149,3 @@ def test_a_replica_that_accepts_and_never_greets_is_given_up(loop: Loop) -> None
         assert peer.recv(1) == b""
         peer.close()
     loop.link.close()
-
-
-def test_a_peer_that_does_not_read_is_lost_once_too_much_is_kept_for_it() -> None:
-    ours, its = socket.socketpair()
-    ours.setblocking(False)
-    lost: list[str] = []
-    selector = selectors.DefaultSelector()
-    channel = PeerChannel(selector, ours, lambda frame: None, lost.append)
-    sent = 0
-    while not channel.closed and sent < 64 << 20:
-        channel.send_encoded(bytes(1 << 20))
-        sent += 1 << 20
-    assert channel.closed
-    assert "unread" in lost[0]
-    assert not selector.get_map()
-    channel.send_encoded(b"late")
-    its.close()

@@ -1,13 +1,14 @@
 """engine/protocol/connection.py: frames in, bytes out, over real sockets, and no wait anywhere."""
 
 import os
+import selectors
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 
-from engine.protocol.connection import FrameConnection, PeerGone, listen
+from engine.protocol.connection import FrameConnection, PeerChannel, PeerGone, listen
 from engine.protocol.frames import Cancel, FrameError, encode_frame
 
 
@@ -15,7 +16,7 @@ from engine.protocol.frames import Cancel, FrameError, encode_frame
 def ends() -> tuple[FrameConnection, socket.socket]:
     """A connection that takes and leaves 64 KiB at most, and its peer."""
     ours, peer = socket.socketpair()
-    return FrameConnection(1, ours, 1 << 16, 1 << 16), peer
+    return FrameConnection(ours, 1 << 16, 1 << 16), peer
 
 
 def test_frames_come_whole_whatever_the_pieces(ends: tuple[FrameConnection, socket.socket]) -> None:
@@ -31,7 +32,7 @@ def test_frames_come_whole_whatever_the_pieces(ends: tuple[FrameConnection, sock
 def test_what_is_taken_at_once_is_bounded() -> None:
     ours, peer = socket.socketpair()
     frame = encode_frame(Cancel([1]))
-    connection = FrameConnection(1, ours, 3 * len(frame), 1 << 16)
+    connection = FrameConnection(ours, 3 * len(frame), 1 << 16)
     peer.sendall(7 * frame)
     assert [len(list(connection.frames())) for _ in range(3)] == [3, 3, 1]
 
@@ -76,3 +77,20 @@ def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="in use"):
         listen(f"unix:{tmp_path / 's'}")
     assert (tmp_path / "s").read_text() == "mine"
+
+
+def test_a_peer_that_does_not_read_is_lost_once_too_much_is_kept_for_it() -> None:
+    ours, its = socket.socketpair()
+    ours.setblocking(False)
+    lost: list[str] = []
+    selector = selectors.DefaultSelector()
+    channel = PeerChannel(selector, ours, 1 << 20, 4 << 20, lambda frame: None, lost.append)
+    sent = 0
+    while not channel.closed and sent < 64 << 20:
+        channel.send_encoded(bytes(1 << 20))
+        sent += 1 << 20
+    assert channel.closed
+    assert "unread" in lost[0]
+    assert not selector.get_map()
+    channel.send_encoded(b"late")
+    its.close()

@@ -251,7 +251,9 @@ def test_metadata_that_are_not_understood_are_refused(file: Path) -> None:
     version = content.replace(rb"{\"version\":1,", rb"{\"version\":9,")
     assert version != content
     file.write_bytes(version)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is a compressed file, and its metadata were altered: get"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is a compressed file, and its metadata were altered: get"
+    ):
         Checkpoint(file.parent)
     said = msgspec.json.encode({"version": 9}).decode()
     metadata = {
