@@ -27,6 +27,7 @@ _Context = Annotated[int, Meta(ge=16)]
 _StepTokens = Annotated[int, Meta(ge=16, le=65536)]
 _Waiting = Annotated[int, Meta(ge=1, le=65536)]
 _Sequences = Annotated[int, Meta(ge=1, le=4096)]
+_HostName = Annotated[str, Meta(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=255)]
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
@@ -34,68 +35,65 @@ class SettingsError(ValueError):
     """hearth.toml, or an option that overrides it, says something that cannot be; the message says what and where."""
 
 
-_HostName = Annotated[str, Meta(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=255)]
+def _doc(description: str, **limits: Any) -> Meta:
+    """A setting's line of documentation, and the limits of its value as Meta names them."""
+    return Meta(description=description, **limits)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[server]: the HTTP side."""
 
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8787
-    header_bytes_max: Annotated[int, Meta(description="largest request head; above it 431", ge=1024)] = 16 << 10
-    header_s: Annotated[float, Meta(description="a request head must be complete within this time", gt=0)] = 10.0
-    body_bytes_max: Annotated[int, Meta(description="largest request body; above it 413", ge=1024)] = 10_000_000
-    body_s: Annotated[float, Meta(description="a request body must be complete within this time", gt=0)] = 30.0
-    connections: Annotated[int, Meta(description="open connections at once; above it 503", ge=1)] = 16384
-    requests: Annotated[int, Meta(description="inference requests in progress at once; above it 429", ge=1)] = 12288
-    first_byte_s: Annotated[float, Meta(description="a stream's first byte leaves within this time", gt=0)] = 1.0
-    ping_s: Annotated[float, Meta(description="silence in a stream is broken by a comment after it", gt=0)] = 8.0
-    blocked_s: Annotated[float, Meta(description="a client that reads nothing this long is dropped", gt=0)] = 30.0
-    wait_s: Annotated[float, Meta(description="how long a call waits for a replica that can serve", ge=0)] = 30.0
-    request_s: Annotated[float, Meta(description="longest life of one inference request; then 408", gt=0)] = 900.0
+    host: Annotated[str, _doc("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, _doc("port to listen on; 0 takes a free one", ge=0, le=65535)] = 8787
+    header_bytes_max: Annotated[int, _doc("largest request head; above it 431", ge=1024)] = 16 << 10
+    header_s: Annotated[float, _doc("a request head must be complete within this time", gt=0)] = 10.0
+    body_bytes_max: Annotated[int, _doc("largest request body; above it 413", ge=1024)] = 10_000_000
+    body_s: Annotated[float, _doc("a request body must be complete within this time", gt=0)] = 30.0
+    connections: Annotated[int, _doc("open connections at once; above it 503", ge=1)] = 16384
+    requests: Annotated[int, _doc("inference requests in progress at once; above it 429", ge=1)] = 12288
+    first_byte_s: Annotated[float, _doc("a stream's first byte leaves within this time", gt=0)] = 1.0
+    ping_s: Annotated[float, _doc("silence in a stream is broken by a comment after it", gt=0)] = 8.0
+    blocked_s: Annotated[float, _doc("a client that reads nothing this long is dropped", gt=0)] = 30.0
+    wait_s: Annotated[float, _doc("how long a call waits for a replica that can serve", ge=0)] = 30.0
+    request_s: Annotated[float, _doc("longest life of one inference request; then 408", gt=0)] = 900.0
     region: Annotated[
-        str,
-        Meta(
-            description="where this gateway and its machines are; accounts may allow some", pattern="^[a-z0-9-]{0,32}$"
-        ),
+        str, _doc("where this gateway and its machines are; accounts may allow some", pattern="^[a-z0-9-]{0,32}$")
     ] = ""
-    private_notices: Annotated[
-        bool, Meta(description="notices of soft caps may go to private addresses and over plain http")
-    ] = False
-    drain_s: Annotated[float, Meta(description="on SIGTERM, running streams get this long to end", ge=0)] = 20.0
+    private_notices: Annotated[bool, _doc("notices of soft caps may go to private addresses and over plain http")] = (
+        False
+    )
+    drain_s: Annotated[float, _doc("on SIGTERM, running streams get this long to end", ge=0)] = 20.0
     scrub_memory: Annotated[
-        bool,
-        Meta(description="all processes overwrite the memory that they free: zero retention then holds for it as well"),
+        bool, _doc("all processes overwrite the memory that they free: zero retention then holds for it as well")
     ] = False
     address_connections: Annotated[
-        int, Meta(description="open connections of one address, or IPv6 /64, at once; above it 503", ge=1)
+        int, _doc("open connections of one address, or IPv6 /64, at once; above it 503", ge=1)
     ] = 4096
     certificate: Annotated[
-        str, Meta(description="PEM file of a certificate chain: HTTPS, read anew when the file changes; with `key`")
+        str, _doc("PEM file of a certificate chain: HTTPS, read anew when the file changes; with `key`")
     ] = ""
-    key: Annotated[str, Meta(description="PEM file of the certificate's private key, not encrypted")] = ""
+    key: Annotated[str, _doc("PEM file of the certificate's private key, not encrypted")] = ""
     hosts: Annotated[
-        list[_HostName],
-        Meta(description="names in Host that are served, also *.example.com; empty: any", max_length=100),
+        list[_HostName], _doc("names in Host that are served, also *.example.com; empty: any", max_length=100)
     ] = []
     proxies: Annotated[
-        list[str], Meta(description="networks of proxies whose word on a caller's address counts", max_length=100)
+        list[str], _doc("networks of proxies whose word on a caller's address counts", max_length=100)
     ] = []
     proxy_header: Annotated[
         str,
-        Meta(
-            description="where these proxies write it: x-forwarded-for or forwarded; the other one never counts",
+        _doc(
+            "where these proxies write it: x-forwarded-for or forwarded; the other one never counts",
             pattern="^(x-forwarded-for|forwarded)$",
         ),
     ] = "x-forwarded-for"
     batch_keep_s: Annotated[
-        float, Meta(description="a batch's results are kept for so long after its end", ge=60, le=2_592_000)
+        float, _doc("a batch's results are kept for so long after its end", ge=60, le=2_592_000)
     ] = 86_400.0
     neuron_usd: Annotated[
-        float, Meta(description="US dollars for a neuron, where a marketplace's list of models is in dollars", ge=0)
+        float, _doc("US dollars for a neuron, where a marketplace's list of models is in dollars", ge=0)
     ] = 0.000011
     metrics_networks: Annotated[
-        tuple[str, ...], Meta(description="networks that read /metrics without an operator's token", max_length=100)
+        tuple[str, ...], _doc("networks that read /metrics without an operator's token", max_length=100)
     ] = ("127.0.0.0/8", "::1/128")
 
     def __post_init__(self) -> None:
@@ -114,51 +112,46 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """[store]: where accounts, quotas and usage are kept."""
 
     url: Annotated[
-        str | None,
-        Meta(description="sqlite:PATH for one gateway, redis://HOST:PORT/DB for many; default sqlite in state_folder"),
+        str | None, _doc("sqlite:PATH for one gateway, redis://HOST:PORT/DB for many; default sqlite in state_folder")
     ] = None
 
 
 class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[machine]: this host's engine, and the machines that the gateway talks to."""
 
-    name: Annotated[str, Meta(description="name of this machine in logs", pattern="^[A-Za-z0-9._-]{1,64}$")] = "local"
+    name: Annotated[str, _doc("name of this machine in logs", pattern="^[A-Za-z0-9._-]{1,64}$")] = "local"
     address: Annotated[
-        str | None, Meta(description="unix:PATH or tcp:127.0.0.1:PORT where it listens; default below state_folder")
+        str | None, _doc("unix:PATH or tcp:127.0.0.1:PORT where it listens; default below state_folder")
     ] = None
     addresses: Annotated[
-        list[str], Meta(description="machines that the gateway connects to; empty: this one", max_length=1024)
+        list[str], _doc("machines that the gateway connects to; empty: this one", max_length=1024)
     ] = []
-    folder: Annotated[
-        str | None, Meta(description="folder of sockets, pulses and logs; default below state_folder")
-    ] = None
+    folder: Annotated[str | None, _doc("folder of sockets, pulses and logs; default below state_folder")] = None
     device: Annotated[
         str,
-        Meta(
-            description="auto, cpu, cuda (all GPUs of this host) or cuda:N (that one for all)",
+        _doc(
+            "auto, cpu, cuda (all GPUs of this host) or cuda:N (that one for all)",
             pattern="^(auto|cpu|cuda|cuda:[0-9]{1,2})$",
         ),
     ] = "auto"
-    threads: Annotated[_Positive | None, Meta(description="CPU threads per replica; default: shared evenly")] = None
+    threads: Annotated[_Positive | None, _doc("CPU threads per replica; default: shared evenly")] = None
     device_bytes: Annotated[
-        _Positive | None,
-        Meta(description="memory of each GPU, or of the CPU's, that replicas share; default: all that is there"),
+        _Positive | None, _doc("memory of each GPU, or of the CPU's, that replicas share; default: all that is there")
     ] = None
     memory_bytes: Annotated[
-        _Positive | None,
-        Meta(description="host memory for models that sleep; default: 70 % of what is free at the start"),
+        _Positive | None, _doc("host memory for models that sleep; default: 70 % of what is free at the start")
     ] = None
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[models.price]: neurons per million tokens."""
 
-    input: Annotated[float, Meta(description="neurons per million prompt tokens", ge=0)] = 1000.0
+    input: Annotated[float, _doc("neurons per million prompt tokens", ge=0)] = 1000.0
     cached_input: Annotated[
-        _NotNegative | None, Meta(description="neurons per million cached prompt tokens; default: a fifth of input")
+        _NotNegative | None, _doc("neurons per million cached prompt tokens; default: a fifth of input")
     ] = None
-    output: Annotated[float, Meta(description="neurons per million completion tokens", ge=0)] = 4000.0
-    batch: Annotated[float, Meta(description="what queued requests cost of these prices", ge=0, le=1)] = 0.5
+    output: Annotated[float, _doc("neurons per million completion tokens", ge=0)] = 4000.0
+    batch: Annotated[float, _doc("what queued requests cost of these prices", ge=0, le=1)] = 0.5
 
 
 _ToolFormat = Annotated[
@@ -177,108 +170,91 @@ _Tag = Annotated[str, Meta(min_length=1, max_length=50)]
 class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[[models]]: one model that tenants may call. The same name as a known model's changes that one."""
 
-    name: Annotated[
-        str,
-        Meta(description="what callers say, @cf/… or @hf/…", pattern=_NAME),
-    ]
-    folder: Annotated[str | None, Meta(description="Hugging Face folder; default: the built-in or pulled one")] = None
+    name: Annotated[str, _doc("what callers say, @cf/… or @hf/…", pattern=_NAME)]
+    folder: Annotated[str | None, _doc("Hugging Face folder; default: the built-in or pulled one")] = None
     task: Annotated[
         Literal["Text Generation", "Text Embeddings", "Text Classification"] | None,
-        Meta(description="what it does; default: what its folder shows it to be made for"),
+        _doc("what it does; default: what its folder shows it to be made for"),
     ] = None
     pooling: Annotated[
         Literal["mean", "cls", "last"] | None,
-        Meta(description="how it gives vectors where callers do not say; default: as its folder says"),
+        _doc("how it gives vectors where callers do not say; default: as its folder says"),
     ] = None
-    matryoshka: Annotated[
-        bool | None, Meta(description="callers may have its vectors cut; default: as its config.json says")
-    ] = None
-    description: Annotated[str, Meta(description="shown by /ai/models/search", max_length=1000)] = ""
+    matryoshka: Annotated[bool | None, _doc("callers may have its vectors cut; default: as its config.json says")] = (
+        None
+    )
+    description: Annotated[str, _doc("shown by /ai/models/search", max_length=1000)] = ""
     aliases: Annotated[
-        list[_Alias], Meta(description="other names that callers may say for it, such as gpt-4o-mini", max_length=16)
+        list[_Alias], _doc("other names that callers may say for it, such as gpt-4o-mini", max_length=16)
     ] = []
-    tags: Annotated[list[_Tag], Meta(description="words beside it in /ai/models/search", max_length=16)] = []
-    beta: Annotated[bool, Meta(description="an experiment, which hide_experimental leaves out of the search")] = False
+    tags: Annotated[list[_Tag], _doc("words beside it in /ai/models/search", max_length=16)] = []
+    beta: Annotated[bool, _doc("an experiment, which hide_experimental leaves out of the search")] = False
     planned_deprecation_date: Annotated[
-        datetime.date | None, Meta(description="a day, like 2027-01-31, from which on it is not served but 410")
+        datetime.date | None, _doc("a day, like 2027-01-31, from which on it is not served but 410")
     ] = None
-    terms: Annotated[str, Meta(description="address of the terms of its use, shown by the search", max_length=500)] = ""
-    info: Annotated[str, Meta(description="address of a page about it, shown by the search", max_length=500)] = ""
-    price: Annotated[PriceConfig, Meta(description="table, neurons per million tokens")] = PriceConfig()
+    terms: Annotated[str, _doc("address of the terms of its use, shown by the search", max_length=500)] = ""
+    info: Annotated[str, _doc("address of a page about it, shown by the search", max_length=500)] = ""
+    price: Annotated[PriceConfig, _doc("table, neurons per million tokens")] = PriceConfig()
     dialect: Annotated[
         str,
-        Meta(
-            description="bodies of /ai/run: native (prompt or messages) or chat (chat completions in the envelope)",
+        _doc(
+            "bodies of /ai/run: native (prompt or messages) or chat (chat completions in the envelope)",
             pattern="^(native|chat)$",
         ),
     ] = "native"
     tool_format: Annotated[
         _ToolFormat | None,
-        Meta(
-            description="how it writes calls of tools, a name of gateway/tool_parsers/registry.py; "
-            "default: what its template shows"
+        _doc(
+            "how it writes calls of tools, a name of gateway/tool_parsers/registry.py; default: what its template shows"
         ),
     ] = None
     default_tokens: Annotated[
-        int, Meta(description="output tokens where a chat completion names no max_tokens", ge=1, le=1 << 24)
+        int, _doc("output tokens where a chat completion names no max_tokens", ge=1, le=1 << 24)
     ] = 4096
     limits_class: Annotated[
-        str,
-        Meta(description="limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$"),
+        str, _doc("limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$")
     ] = "standard"
-    serve: Annotated[bool, Meta(description="false leaves it out of the catalogue")] = True
-    replicas: Annotated[int, Meta(description="copies on each machine", ge=1, le=64)] = 1
-    dtype: Annotated[
-        str, Meta(description="auto, float32, bfloat16 or float16", pattern="^(auto|float32|bfloat16|float16)$")
-    ] = "auto"
-    context_tokens: Annotated[_Context | None, Meta(description="context; default: what config.json says")] = None
-    random_weights: Annotated[
-        bool, Meta(description="weights made up, for measuring where only config.json is there")
-    ] = False
-    kv_dtype: Annotated[str, Meta(description="auto, or fp8 to halve KV on GPUs", pattern="^(auto|fp8)$")] = "auto"
-    kv_bytes: Annotated[_Positive | None, Meta(description="memory for KV blocks; default: from what is left")] = None
-    block_tokens: Annotated[int, Meta(description="tokens per KV block", ge=1, le=1024)] = 16
+    serve: Annotated[bool, _doc("false leaves it out of the catalogue")] = True
+    replicas: Annotated[int, _doc("copies on each machine", ge=1, le=64)] = 1
+    dtype: Annotated[str, _doc("auto, float32, bfloat16 or float16", pattern="^(auto|float32|bfloat16|float16)$")] = (
+        "auto"
+    )
+    context_tokens: Annotated[_Context | None, _doc("context; default: what config.json says")] = None
+    random_weights: Annotated[bool, _doc("weights made up, for measuring where only config.json is there")] = False
+    kv_dtype: Annotated[str, _doc("auto, or fp8 to halve KV on GPUs", pattern="^(auto|fp8)$")] = "auto"
+    kv_bytes: Annotated[_Positive | None, _doc("memory for KV blocks; default: from what is left")] = None
+    block_tokens: Annotated[int, _doc("tokens per KV block", ge=1, le=1024)] = 16
     step_tokens: Annotated[
-        _StepTokens | None, Meta(description="token budget of one step; default: 512 on a CPU, by gap_ms on a GPU")
+        _StepTokens | None, _doc("token budget of one step; default: 512 on a CPU, by gap_ms on a GPU")
     ] = None
     gap_ms: Annotated[
-        float, Meta(description="longest step that prompts may cause while others stream, on a GPU", ge=1, le=60000)
+        float, _doc("longest step that prompts may cause while others stream, on a GPU", ge=1, le=60000)
     ] = 20.0
-    sequences: Annotated[
-        _Sequences | None, Meta(description="sequences that run at once; default: 64 on a CPU, 512 on a GPU")
-    ] = None
+    sequences: Annotated[_Sequences | None, _doc("sequences that run at once; default: 64 on a CPU, 512 on a GPU")] = (
+        None
+    )
     waiting: Annotated[
-        _Waiting | None,
-        Meta(description="sequences that wait at once, above it 429; default: 1024, of texts for vectors 8192"),
+        _Waiting | None, _doc("sequences that wait at once, above it 429; default: 1024, of texts for vectors 8192")
     ] = None
-    scope_floor_blocks: Annotated[int, Meta(description="cached blocks that others leave a tenant", ge=0)] = 0
+    scope_floor_blocks: Annotated[int, _doc("cached blocks that others leave a tenant", ge=0)] = 0
     scope_cap_blocks: Annotated[
-        _Positive | None, Meta(description="cached blocks that a tenant keeps unused at most; default: no cap")
+        _Positive | None, _doc("cached blocks that a tenant keeps unused at most; default: no cap")
     ] = None
-    pinned: Annotated[bool, Meta(description="never leaves the device, whoever else wants its room")] = False
+    pinned: Annotated[bool, _doc("never leaves the device, whoever else wants its room")] = False
     priority: Annotated[
-        float,
-        Meta(
-            description="what its waiting calls count beside other models' where there is no room for both",
-            gt=0,
-            le=1e6,
-        ),
+        float, _doc("what its waiting calls count beside other models' where there is no room for both", gt=0, le=1e6)
     ] = 1.0
     resident_s: Annotated[
-        float, Meta(description="once woken it stays on the device for so long, even with nothing to do", ge=0, le=3600)
+        float, _doc("once woken it stays on the device for so long, even with nothing to do", ge=0, le=3600)
     ] = 0.2
     wake_s: Annotated[
-        float,
-        Meta(
-            description="its calls wait so long at most for others' to end; then those are interrupted", ge=0, le=3600
-        ),
+        float, _doc("its calls wait so long at most for others' to end; then those are interrupted", ge=0, le=3600)
     ] = 0.5
     kept_kv_bytes: Annotated[
-        int, Meta(description="host memory for the KV of system prompts while it sleeps; 0: none is kept", ge=0)
+        int, _doc("host memory for the KV of system prompts while it sleeps; 0: none is kept", ge=0)
     ] = 1 << 30
     public_prefixes: Annotated[
-        list[str],
-        Meta(description="files of system prompts that every tenant's calls may read from the cache", max_length=64),
+        list[str], _doc("files of system prompts that every tenant's calls may read from the cache", max_length=64)
     ] = []
 
 
@@ -286,14 +262,14 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """[telemetry]: traces, and the metrics at /metrics."""
 
     otlp_url: Annotated[
-        str | None, Meta(description="OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: no traces")
+        str | None, _doc("OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: no traces")
     ] = None
-    service: Annotated[
-        str, Meta(description="service.name of the traces; replicas add -replica", min_length=1, max_length=100)
-    ] = "hearth"
-    sample: Annotated[float, Meta(description="share of requests that are traced", ge=0, le=1)] = 1.0
+    service: Annotated[str, _doc("service.name of the traces; replicas add -replica", min_length=1, max_length=100)] = (
+        "hearth"
+    )
+    sample: Annotated[float, _doc("share of requests that are traced", ge=0, le=1)] = 1.0
     metrics_accounts: Annotated[
-        int, Meta(description="accounts with series of their own; later ones are summed as other", ge=0, le=10_000)
+        int, _doc("accounts with series of their own; later ones are summed as other", ge=0, le=10_000)
     ] = 200
 
 
@@ -301,15 +277,14 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """[log]: how all processes write their logs."""
 
     format: Annotated[
-        str,
-        Meta(description="json, text for people, or auto: text on a terminal, else json", pattern="^(auto|json|text)$"),
+        str, _doc("json, text for people, or auto: text on a terminal, else json", pattern="^(auto|json|text)$")
     ] = "auto"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """hearth.toml as a whole. `load_config` makes all paths absolute."""
 
-    state_folder: Annotated[str, Meta(description="database, credentials, secret, sockets and models")] = ".hearth"
+    state_folder: Annotated[str, _doc("database, credentials, secret, sockets and models")] = ".hearth"
     server: ServerConfig = ServerConfig()
     store: StoreConfig = StoreConfig()
     machine: MachineConfig = MachineConfig()
@@ -356,10 +331,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def run_folder(self) -> Path:
         """Where sockets live: below the state folder, or, where a socket's path would be too long, a short private
         folder of the temp dir that is the same for every process of this state folder."""
-        wanted = Path(self.machine.folder) if self.machine.folder else self.state / "run"
-        if len(os.fsencode(wanted)) + len(_LONGEST_SOCKET_NAME) <= SOCKET_PATH_BYTES_MAX:
-            return wanted
-        digest = hashlib.sha256(os.fsencode(wanted)).hexdigest()[:12]
+        folder = Path(self.machine.folder) if self.machine.folder else self.state / "run"
+        if len(os.fsencode(folder)) + len(_LONGEST_SOCKET_NAME) <= SOCKET_PATH_BYTES_MAX:
+            return folder
+        digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
         return Path(tempfile.gettempdir()) / f"hearth-{os.getuid()}-{digest}"
 
     @property
@@ -425,16 +400,15 @@ def _override(document: dict[str, Any], section: str, values: dict[str, Any]) ->
         document[section] = {**document.get(section, {}), **overrides}
 
 
-def _with_prefixes(model: ModelEntryConfig, base: Path) -> ModelEntryConfig:
-    paths = [str((base / path).resolve()) for path in model.public_prefixes]
-    return msgspec.structs.replace(model, public_prefixes=paths)
-
-
 def _absolute(config: Config, base: Path) -> Config:
+    models = []
+    for model in config.models:
+        prefixes = [str((base / path).resolve()) for path in model.public_prefixes]
+        models.append(msgspec.structs.replace(_resolved(model, base, "folder"), public_prefixes=prefixes))
     return msgspec.structs.replace(
         config,
         state_folder=str((base / config.state_folder).resolve()),
-        models=[_with_prefixes(_resolved(model, base, "folder"), base) for model in config.models],
+        models=models,
         issuers=[_resolved(issuer, base, "jwks_file", "ca_file") for issuer in config.issuers],
         machine=_resolved(config.machine, base, "folder"),
         server=_resolved(config.server, base, "certificate", "key"),

@@ -7,12 +7,8 @@ import msgspec
 from gateway.config import Config
 
 
-def settings() -> Iterator[tuple[str, object, str]]:
+def settings(section: type[msgspec.Struct] = Config, prefix: str = "") -> Iterator[tuple[str, object, str]]:
     """Every setting as (key, default, what it is), in the order of the file. A required one has `...`."""
-    yield from _section_settings(Config, "")
-
-
-def _section_settings(section: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, object, str]]:
     for field in msgspec.structs.fields(section):
         kind, description = msgspec.inspect.type_info(field.type), ""
         if isinstance(kind, msgspec.inspect.Metadata):
@@ -21,7 +17,7 @@ def _section_settings(section: type[msgspec.Struct], prefix: str) -> Iterator[tu
         if isinstance(kind, msgspec.inspect.ListType):
             kind = kind.item_type
         if isinstance(kind, msgspec.inspect.StructType):
-            yield from _section_settings(kind.cls, f"{prefix}{field.name}.")
+            yield from settings(kind.cls, f"{prefix}{field.name}.")
             continue
         default = ... if field.default is msgspec.NODEFAULT else field.default
         if field.default_factory is not msgspec.NODEFAULT:

@@ -4,6 +4,7 @@ It does not know how a request is parsed or served; any layer raises an ApiError
 """
 
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 from datetime import date
 from typing import Final
 
@@ -13,6 +14,7 @@ RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 30
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(Exception):
     """The one way in which a request ends without its result.
 
@@ -26,32 +28,22 @@ class ApiError(Exception):
     lasting      a 429 that stays however long one waits, until a limit or the request changes.
     """
 
-    def __init__(
-        self,
-        status: int,
-        code: int,
-        message: str,
-        *,
-        kind: str,
-        param: str | None = None,
-        retry_after_s: int | None = None,
-        routed: bool = True,
-        closes: bool = False,
-        allowed: str | None = None,
-        lasting: bool = False,
-    ) -> None:
-        super().__init__(message)
-        assert (retry_after_s is not None) == (status in (429, 503)), "every 429 and 503 says when to come back"
-        self.status = status
-        self.code = code
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.retry_after_s = retry_after_s
-        self.routed = routed
-        self.closes = closes
-        self.allowed = allowed
-        self.lasting = lasting
+    status: int
+    code: int
+    message: str
+    _: KW_ONLY
+    kind: str
+    param: str | None = None
+    retry_after_s: int | None = None
+    routed: bool = True
+    closes: bool = False
+    allowed: str | None = None
+    lasting: bool = False
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+        timed = self.retry_after_s is not None
+        assert timed == (self.status in (429, 503)), "every 429 and 503 says when to come back"
 
 
 def bad_input(message: str, param: str | None = None) -> ApiError:
@@ -162,17 +154,9 @@ def model_not_permitted(name: str) -> ApiError:
     return ApiError(403, 3041, message, kind="model_not_permitted", param="model")
 
 
-def no_such_token() -> ApiError:
-    """The same for another account's token and one that does not exist."""
-    return ApiError(404, 1003, "No such token in this account", kind="not_found", routed=False)
-
-
-def no_such_account() -> ApiError:
-    return ApiError(404, 1003, "No such account", kind="not_found", routed=False)
-
-
-def no_such_plan() -> ApiError:
-    return ApiError(404, 1003, "No such plan", kind="not_found", routed=False)
+def not_found(thing: str) -> ApiError:
+    """The same for another account's token or batch, and one that does not exist, or no more."""
+    return ApiError(404, 1003, f"No such {thing}", kind="not_found", routed=False)
 
 
 def conflict(message: str) -> ApiError:
@@ -235,11 +219,6 @@ def allocation_used(message: str, retry_after_s: int, *, lasting: bool = False) 
     return ApiError(429, 4006, message, kind="insufficient_quota", retry_after_s=retry_after_s, lasting=lasting)
 
 
-def no_such_batch() -> ApiError:
-    """The same for another account's batch and one that does not exist, or no more."""
-    return ApiError(404, 1003, "No such batch in this account", kind="not_found", routed=False)
-
-
 def not_kept() -> ApiError:
     """A queued request under zero retention."""
     message = "a queued request is kept until its result is fetched, which zero retention forbids: send it by itself"
@@ -249,11 +228,6 @@ def not_kept() -> ApiError:
 def batch_ended() -> ApiError:
     """Ends a request of a batch that was cancelled while it ran; no client sees it."""
     return ApiError(409, 1009, "AiError: its batch was cancelled", kind="cancelled")
-
-
-def tried_in_vain(tries: int) -> ApiError:
-    message = f"AiError: AiError: Internal server error: it broke off {tries} times; send it again, or change it"
-    return ApiError(500, 5000, message, kind="failed")
 
 
 def too_many_batches() -> ApiError:
@@ -270,7 +244,7 @@ def busy(retry_after_s: int = RETRY_SOON_S) -> ApiError:
     return ApiError(429, 3040, message, kind="capacity_exceeded", retry_after_s=retry_after_s)
 
 
-def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailable") -> ApiError:
+def _unavailable(message: str, retry_after_s: int, *, kind: str = "unavailable") -> ApiError:
     """A request that nothing here can serve now."""
     return ApiError(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
 
@@ -278,22 +252,22 @@ def unavailable(message: str, retry_after_s: int = 5, *, kind: str = "unavailabl
 def no_replica(model: str, retry_after_s: int, *, loading: bool) -> ApiError:
     """`loading`: the model may come in so many seconds; else its machines cannot serve it, which the log explains."""
     if loading:
-        return unavailable(f"{model} is being loaded; please try again.", retry_after_s, kind="loading")
-    return unavailable(f"Nothing can serve {model} now; please try again later.", retry_after_s)
+        return _unavailable(f"{model} is being loaded; please try again.", retry_after_s, kind="loading")
+    return _unavailable(f"Nothing can serve {model} now; please try again later.", retry_after_s)
 
 
 def store_unavailable() -> ApiError:
-    return unavailable("Quotas cannot be checked now; please try again.", RETRY_SOON_S, kind="store_unavailable")
+    return _unavailable("Quotas cannot be checked now; please try again.", RETRY_SOON_S, kind="store_unavailable")
 
 
 def issuer_unavailable() -> ApiError:
     message = "The token cannot be checked now: its issuer's keys are not known yet; please try again."
-    return unavailable(message, RETRY_SOON_S, kind="issuer_unavailable")
+    return _unavailable(message, RETRY_SOON_S, kind="issuer_unavailable")
 
 
-def draining(retry_after_s: int = RETRY_SOON_S) -> ApiError:
+def draining() -> ApiError:
     message = "This gateway is shutting down; please send the request again."
-    return unavailable(message, retry_after_s, kind="draining")
+    return _unavailable(message, RETRY_SOON_S, kind="draining")
 
 
 def replica_lost() -> ApiError:
@@ -302,7 +276,7 @@ def replica_lost() -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """A request that the replica gave up, with its reason."""
+    """A request that a replica or a batch gave up, with the reason."""
     return ApiError(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
 
 

@@ -160,7 +160,7 @@ class AdminApi:
         try:
             result = await operation.serve(self._context, request)
         except NotFound:
-            raise (errors.no_such_token if "token_id" in request.names else errors.no_such_account)() from None
+            raise errors.not_found("token in this account" if "token_id" in request.names else "account") from None
         except Conflict as problem:
             raise errors.conflict(str(problem)) if request.revision is None else errors.changed_meanwhile() from None
         return _response(result)

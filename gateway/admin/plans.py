@@ -47,7 +47,7 @@ async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields])
     try:
         plan = await context.accounts.plan(request.names["plan"])
     except NotFound:
-        raise errors.no_such_plan() from None
+        raise errors.not_found("plan") from None
     return AdminResult(plan, revision=plan.revision)
 
 
@@ -63,7 +63,7 @@ async def remove(context: AdminContext, request: AdminRequest[NoFields, NoFields
     try:
         await context.accounts.remove_plan(request.names["plan"])
     except NotFound:
-        raise errors.no_such_plan() from None
+        raise errors.not_found("plan") from None
     await context.note(request.caller, SYSTEM, "plan.remove", request.names["plan"])
     return AdminResult(RemovedItem(request.names["plan"]))
 

@@ -211,9 +211,9 @@ async def own_token(context: AdminContext, account_id: str, token_id: str) -> Ap
     try:
         token = await context.accounts.token(token_id)
     except NotFound:
-        raise errors.no_such_token() from None
+        raise errors.not_found("token in this account") from None
     if token.account_id != account_id or token.revoked_at is not None:
-        raise errors.no_such_token()
+        raise errors.not_found("token in this account")
     return token
 
 

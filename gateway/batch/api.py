@@ -134,7 +134,7 @@ class BatchApi:
         token may not call, and for a batch that does not exist."""
         batch = await self._batches.get(caller.account.id, batch_id)
         if batch is None or batch.model != (model or batch.model) or not caller.grant.serves(batch.model):
-            raise errors.no_such_batch()
+            raise errors.not_found("batch in this account")
         return batch
 
     async def _results(self, exchange: Exchange, batch: BatchJob) -> None:

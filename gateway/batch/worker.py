@@ -231,7 +231,7 @@ class BatchWorker:
         now = self._calendar()
         check_admission(self._context, now, caller, model, model.name)
         if item.tries > TRIES_MAX:
-            raise errors.tried_in_vain(TRIES_MAX)
+            raise errors.failed(f"it broke off {TRIES_MAX} times; send it again, or change it")
         request = self._dialect.read(stored.body, b"", model.name, draw_seed())
         assert not isinstance(request, BatchRequest | BatchResultsRequest), "a batch holds no batches"
         options = RunOptions(tags=stored.tags, metadata=stored.metadata, background=True)

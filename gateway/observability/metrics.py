@@ -5,15 +5,17 @@ part names accounts by their ids and says how full replicas are.
 
 import contextlib
 from collections import Counter as Count
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily as Counters
+from prometheus_client.core import GaugeMetricFamily as Gauges
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from engine.protocol import frames
 from engine.protocol.types import Residency
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.cluster.replica_counters import EVICTION_CAUSES, QUEUE_REJECTIONS, ReplicaCounters
@@ -48,42 +50,44 @@ class Metrics:
         self.operator_registry = CollectorRegistry()
         self.account_usage = AccountUsage(accounts)
         ProcessCollector(registry=self.operator_registry)
-        self._requests = self._counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
-        self._tokens = self._counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
-        self._first_token = self._histogram("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S)
-        self._gateway_seconds = self._histogram(
-            "hearth_gateway_seconds", "Request to first token, without what its replica took", _OWN_S
-        )
-        self._total = self._histogram("hearth_request_seconds", "Request to its end", _TOTAL_S)
-        self._wake = self._histogram(
-            "hearth_wake_wait_seconds", "Waiting of requests whose model was not on a device", _WAKE_S
-        )
-        self._answers = self._counter("hearth_http_answers", "HTTP answers by route and status", ["route", "status"])
+        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        self._requests = counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
+        self._tokens = counter("hearth_tokens", "Model tokens of settled requests", ["model", "kind"])
+        self._answers = counter("hearth_http_answers", "HTTP answers by route and status", ["route", "status"])
         self.open_requests = Gauge("hearth_open_requests", "Inference requests in progress", registry=self.registry)
+        self._first_token, self._gateway_seconds, self._total, self._wake = (
+            histogram(name, title, ["model"], buckets=buckets)
+            for name, title, buckets in (
+                ("hearth_first_token_seconds", "Request to first token", _FIRST_TOKEN_S),
+                ("hearth_gateway_seconds", "Request to first token, without what its replica took", _OWN_S),
+                ("hearth_request_seconds", "Request to its end", _TOTAL_S),
+                ("hearth_wake_wait_seconds", "Waiting of requests whose model was not on a device", _WAKE_S),
+            )
+        )
         self._outcomes: set[str] = set()
 
     def watch(
         self,
         models: Sequence[str],
         fleet: ReplicaFleet,
-        outage: StoreHealth,
+        health: StoreHealth,
         quota: Quota,
         reconciler: Reconciler,
         outbox_folder: Path,
     ) -> None:
         """Reads the state of these parts whenever the text is asked for."""
-        self.registry.register(_Caches(fleet.counters))
-        self.registry.register(_Replicas(models, fleet))
-        self.registry.register(_Store(outage, quota, reconciler, outbox_folder))
-        self.operator_registry.register(_Queues(models, fleet))
-        self.operator_registry.register(_Machines(models, fleet))
+        self.registry.register(_Source(partial(_caches, fleet.counters)))
+        self.registry.register(_Source(partial(_replicas, models, fleet)))
+        self.registry.register(_Source(partial(_store, health, quota, reconciler, outbox_folder)))
+        self.operator_registry.register(_Source(partial(_queues, models, fleet)))
+        self.operator_registry.register(_Source(partial(_machines, models, fleet)))
 
     def watch_batches(self, queue: "BatchQueueGauges", now: Callable[[], float]) -> None:
-        self.operator_registry.register(_Batches(queue, now))
+        self.operator_registry.register(_Source(partial(_batches, queue, now)))
 
     def watch_certificate(self, path: str) -> None:
         """Reads the file anew for each text, in some 20 µs."""
-        self.registry.register(_Certificate(path))
+        self.registry.register(_Source(partial(_certificate, path)))
 
     def finished(self, model: str, spent: CallUsage, own_s: float | None) -> None:
         """Counts a request that ended; `model` is its catalogue name, `own_s` the gateway's part of the first token."""
@@ -127,202 +131,149 @@ class Metrics:
         self._outcomes.add(outcome)
         return outcome
 
-    def _counter(self, name: str, says: str, labels: list[str]) -> Counter:
-        return Counter(name, says, labels, registry=self.registry)
 
-    def _histogram(self, name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, says, ["model"], buckets=buckets, registry=self.registry)
+class _Source(Collector):
+    """Families that a function reads whenever the text is asked for."""
+
+    def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        return self._read()
 
 
-class _Caches(Collector):
+_Kind = type[Counters] | type[Gauges]
+
+
+def _family(
+    kind: _Kind, name: str, title: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    family = kind(name, title, labels=labels)
+    for values, number in samples:
+        family.add_metric(values, number)
+    return family
+
+
+def _by_model(kind: _Kind, name: str, title: str, numbers: Mapping[str, float]) -> Metric:
+    return _family(kind, name, title, ["model"], (([model], number) for model, number in numbers.items()))
+
+
+def _caches(counters: ReplicaCounters) -> Iterator[Metric]:
     """The prefix caches of all replicas, summed by model."""
-
-    def __init__(self, tally: ReplicaCounters) -> None:
-        self._tally = tally
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        sums = self._tally.sums()
-        for counter, help_text in (
-            ("lookups", "Prompts looked up in the prefix cache"),
-            ("lookup_tokens", "Tokens of the prompts looked up"),
-            ("hit_tokens", "Tokens found there, those of preempted sequences again"),
-            ("inserted_blocks", "KV blocks put into the prefix cache"),
-            ("duplicate_blocks", "KV blocks that were computed though the cache had them by then"),
-            ("spared_keys", "Keys that a sequence did not read as another one of its group did"),
-        ):
-            family = CounterMetricFamily(f"hearth_prefix_{counter}", help_text, labels=["model"])
-            for model, counts in sums.items():
-                family.add_metric([model], counts[counter])
-            yield family
-        evicted = CounterMetricFamily("hearth_prefix_evicted_blocks", "KV blocks evicted", labels=["model", "cause"])
-        for model, counts in sums.items():
-            for cause in EVICTION_CAUSES:
-                evicted.add_metric([model, cause], counts[f"evicted_{cause}_blocks"])
-        yield evicted
-        shared = GaugeMetricFamily("hearth_prefix_shared_blocks", "KV blocks two sequences read now", labels=["model"])
-        for model, blocks in self._tally.shared_blocks().items():
-            shared.add_metric([model], blocks)
-        yield shared
-
-
-class _Replicas(Collector):
-    """How many replicas there are of each model, where, and how many can serve, as this gateway sees them."""
-
-    def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
-        self._models = models
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        seen = self._fleet.replicas()
-        known = Count(replica.model for replica in seen)
-        ready = Count(replica.model for replica in seen if replica.expected_s is not None)
-        resident = Count((replica.model, replica.state.residency) for replica in seen)
-        restarts = self._fleet.counters.restarts()
-        for name, help_text, counts in (
-            ("hearth_replicas", "Replicas that machines tell of", known),
-            ("hearth_replicas_ready", "Replicas that serve, or do once they are asked for", ready),
-        ):
-            gauge = GaugeMetricFamily(name, help_text, labels=["model"])
-            for model in self._models:
-                gauge.add_metric([model], counts[model])
-            yield gauge
-        where = GaugeMetricFamily("hearth_replicas_resident", "Where their weights are", labels=["model", "residency"])
-        for model in self._models:
-            for residency in Residency:
-                where.add_metric([model, residency.name], resident[model, residency])
-        yield where
-        counter = CounterMetricFamily(
-            "hearth_replica_restarts", "Replicas' processes that ended and began anew", labels=["model"]
-        )
-        for model in self._models:
-            counter.add_metric([model], restarts.get(model, 0))
-        yield counter
-        machines = GaugeMetricFamily("hearth_machines_unreachable", "Machines of the configuration without connection")
-        machines.add_metric([], len(self._fleet.problems()))
-        yield machines
-
-
-class _Store(Collector):
-    """Whether the store answers, and what waits to be written to it."""
-
-    def __init__(self, outage: StoreHealth, quota: Quota, reconciler: Reconciler, outbox_folder: Path) -> None:
-        self._outage = outage
-        self._quota = quota
-        self._reconciler = reconciler
-        self._folder = outbox_folder
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        for name, help_text, count in (
-            ("hearth_store_outages", "Times that the store stopped to answer", self._outage.outages),
-            ("hearth_days_different", "Accounts' days whose counters differ from records", self._reconciler.different),
-        ):
-            counter = CounterMetricFamily(name, help_text)
-            counter.add_metric([], count)
-            yield counter
-        for name, help_text, count in (
-            ("hearth_store_available", "1, or 0 from a failed decision to the next one written", not self._outage.down),
-            ("hearth_reservations_open", "Reservations that are not settled", self._quota.open),
-            ("hearth_settlements_waiting", "Settlements neither in store nor outbox", self._quota.unwritten),
-            ("hearth_outbox_bytes", "Settlements on this disk that wait for the store", self._bytes()),
-            ("hearth_outbox_damaged_files", "Outbox files with lines that nobody can read", self._damaged()),
-        ):
-            gauge = GaugeMetricFamily(name, help_text)
-            gauge.add_metric([], count)
-            yield gauge
-
-    def _bytes(self) -> int:
-        """The bytes of the outbox files; another gateway may remove one at any moment."""
-        total = 0
-        for path in self._folder.glob(f"*{outbox.SUFFIX}"):
-            with contextlib.suppress(FileNotFoundError):
-                total += path.stat().st_size
-        return total
-
-    def _damaged(self) -> int:
-        return sum(1 for _ in self._folder.glob(f"*{outbox.DAMAGED}"))
-
-
-class _Queues(Collector):
-    """Sequences at replicas, by model, of all gateways together, as last reported."""
-
-    def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
-        self._models = models
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        loads = [(replica.model, replica.load) for replica in self._fleet.replicas() if replica.load is not None]
-        for name, help_text, counts in (
-            ("running", "Sequences that run", [(model, load.running) for model, load in loads]),
-            ("waiting", "Sequences that wait for their turn", [(model, load.waiting) for model, load in loads]),
-            ("free_blocks", "KV blocks that hold nothing", [(model, load.free_blocks) for model, load in loads]),
-            ("cached_blocks", "KV blocks in the prefix cache", [(model, load.cached_blocks) for model, load in loads]),
-            ("mapped_blocks", "KV blocks that have memory", [(model, load.blocks) for model, load in loads]),
-        ):
-            gauge = GaugeMetricFamily(f"hearth_replica_{name}", help_text, labels=["model"])
-            for model in self._models:
-                gauge.add_metric([model], sum(count for of, count in counts if of == model))
-            yield gauge
-        sums = self._fleet.counters.sums()
-        away = CounterMetricFamily(
-            "hearth_replica_turned_away", "Requests that found no place in the queue", labels=["model", "why"]
-        )
-        preempted = CounterMetricFamily("hearth_replica_preemptions", "Sequences that gave way", labels=["model"])
-        stale = CounterMetricFamily("hearth_replica_stale_pages", "KV pages found changed, unread", labels=["model"])
-        for model, counted in sums.items():
-            for why in QUEUE_REJECTIONS:
-                away.add_metric([model, why.removesuffix("_requests")], counted[why])
-            preempted.add_metric([model], counted["preemptions"])
-            stale.add_metric([model], counted["stale_pages"])
-        yield from (away, preempted, stale)
-
-
-class _Machines(Collector):
-    """Memory and moves of machines, by their addresses, and requests that wait for models."""
-
-    def __init__(self, models: Sequence[str], fleet: ReplicaFleet) -> None:
-        self._models = models
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        waiting = GaugeMetricFamily("hearth_model_waiting", "Requests that wait here for a model", labels=["model"])
-        quarantined = GaugeMetricFamily(
-            "hearth_replicas_quarantined", "Replicas that died too often to be started", labels=["model"]
-        )
-        quarantined_counts = Count(replica.model for replica in self._fleet.replicas() if replica.state.quarantined)
-        for model in self._models:
-            waiting.add_metric([model], self._fleet.waiting(model))
-            quarantined.add_metric([model], quarantined_counts[model])
-        yield from (waiting, quarantined)
-        reports = {machine.address: machine.report for machine in self._fleet.machines()}
-        yield _moves(reports)
-        yield from _memory(reports)
-
-
-def _moves(reports: Mapping[str, frames.MachineState]) -> CounterMetricFamily:
-    """A machine that starts again counts from zero."""
-    counter = CounterMetricFamily("hearth_machine_moves", "Moves of replicas", labels=["machine", "kind", "ending"])
-    for machine, fleet in reports.items():
-        for kind in _MOVES:
-            counter.add_metric([machine, kind, "done"], fleet.moves.get(kind, 0))
-            counter.add_metric([machine, kind, "failed"], fleet.moves.get(f"{kind}_failed", 0))
-    return counter
-
-
-def _memory(reports: Mapping[str, frames.MachineState]) -> Iterator[GaugeMetricFamily]:
-    """Memory that replicas hold, and its budget: of each device, by its index, and of the host."""
-    device_held = GaugeMetricFamily(
-        "hearth_device_held_bytes", "Held of a device's memory", labels=["machine", "device"]
+    sums = counters.sums()
+    for name, title in (
+        ("lookups", "Prompts looked up in the prefix cache"),
+        ("lookup_tokens", "Tokens of the prompts looked up"),
+        ("hit_tokens", "Tokens found there, those of preempted sequences again"),
+        ("inserted_blocks", "KV blocks put into the prefix cache"),
+        ("duplicate_blocks", "KV blocks that were computed though the cache had them by then"),
+        ("spared_keys", "Keys that a sequence did not read as another one of its group did"),
+    ):
+        counts = {model: counted[name] for model, counted in sums.items()}
+        yield _by_model(Counters, f"hearth_prefix_{name}", title, counts)
+    evicted = (
+        ([model, cause], counted[f"evicted_{cause}_blocks"])
+        for model, counted in sums.items()
+        for cause in EVICTION_CAUSES
     )
-    budget = GaugeMetricFamily("hearth_device_budget_bytes", "Of it, for replicas", labels=["machine", "device"])
-    host_held = GaugeMetricFamily("hearth_host_held_bytes", "Held of host memory by models", labels=["machine"])
-    host_budget = GaugeMetricFamily("hearth_host_budget_bytes", "Of it, for models that sleep", labels=["machine"])
-    for machine, fleet in reports.items():
-        for index, device in enumerate(fleet.devices):
-            device_held.add_metric([machine, str(index)], device.held_bytes)
-            budget.add_metric([machine, str(index)], device.budget_bytes)
-        host_held.add_metric([machine], fleet.memory_bytes)
-        host_budget.add_metric([machine], fleet.memory_budget_bytes)
-    yield from (device_held, budget, host_held, host_budget)
+    labels = ["model", "cause"]
+    yield _family(Counters, "hearth_prefix_evicted_blocks", "KV blocks evicted", labels, evicted)
+    title = "KV blocks two sequences read now"
+    yield _by_model(Gauges, "hearth_prefix_shared_blocks", title, counters.shared_blocks())
+
+
+def _replicas(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
+    """How many replicas there are of each model, where, and how many can serve, as this gateway sees them."""
+    replicas, restarts = fleet.replicas(), Count(fleet.counters.restarts())
+    reported = Count(replica.model for replica in replicas)
+    ready = Count(replica.model for replica in replicas if replica.expected_s is not None)
+    for kind, name, title, counts in (
+        (Gauges, "hearth_replicas", "Replicas that machines tell of", reported),
+        (Gauges, "hearth_replicas_ready", "Replicas that serve, or do once they are asked for", ready),
+        (Counters, "hearth_replica_restarts", "Replicas' processes that ended and began anew", restarts),
+    ):
+        yield _by_model(kind, name, title, {model: counts[model] for model in models})
+    resident = Count((replica.model, replica.state.residency) for replica in replicas)
+    places = (([model, place.name], resident[model, place]) for model in models for place in Residency)
+    labels = ["model", "residency"]
+    yield _family(Gauges, "hearth_replicas_resident", "Where their weights are", labels, places)
+    title = "Machines of the configuration without connection"
+    yield Gauges("hearth_machines_unreachable", title, len(fleet.problems()))
+
+
+def _store(health: StoreHealth, quota: Quota, reconciler: Reconciler, outbox_folder: Path) -> Iterator[Metric]:
+    """Whether the store answers, and what waits to be written to it."""
+    waiting_bytes = 0
+    for path in outbox_folder.glob(f"*{outbox.SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):  # another gateway may remove one at any moment
+            waiting_bytes += path.stat().st_size
+    damaged = len(list(outbox_folder.glob(f"*{outbox.DAMAGED}")))
+    for kind, name, title, number in (
+        (Counters, "store_outages", "Times that the store stopped to answer", health.outages),
+        (Counters, "days_different", "Accounts' days whose counters differ from records", reconciler.different),
+        (Gauges, "store_available", "1, or 0 from a failed decision to the next one written", not health.down),
+        (Gauges, "reservations_open", "Reservations that are not settled", quota.open),
+        (Gauges, "settlements_waiting", "Settlements neither in store nor outbox", quota.unwritten),
+        (Gauges, "outbox_bytes", "Settlements on this disk that wait for the store", waiting_bytes),
+        (Gauges, "outbox_damaged_files", "Outbox files with lines that nobody can read", damaged),
+    ):
+        yield kind(f"hearth_{name}", title, number)
+
+
+def _queues(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
+    """Sequences at replicas, by model, of all gateways together, as last reported."""
+    loads = [(replica.model, replica.load) for replica in fleet.replicas() if replica.load is not None]
+    for name, field, title in (
+        ("running", "running", "Sequences that run"),
+        ("waiting", "waiting", "Sequences that wait for their turn"),
+        ("free_blocks", "free_blocks", "KV blocks that hold nothing"),
+        ("cached_blocks", "cached_blocks", "KV blocks in the prefix cache"),
+        ("mapped_blocks", "blocks", "KV blocks that have memory"),
+    ):
+        counts = {model: sum(getattr(load, field) for of, load in loads if of == model) for model in models}
+        yield _by_model(Gauges, f"hearth_replica_{name}", title, counts)
+    sums = fleet.counters.sums()
+    rejected = (
+        ([model, why.removesuffix("_requests")], counted[why])
+        for model, counted in sums.items()
+        for why in QUEUE_REJECTIONS
+    )
+    title = "Requests that found no place in the queue"
+    yield _family(Counters, "hearth_replica_turned_away", title, ["model", "why"], rejected)
+    for name, title in (
+        ("preemptions", "Sequences that gave way"),
+        ("stale_pages", "KV pages found changed, unread"),
+    ):
+        counts = {model: counted[name] for model, counted in sums.items()}
+        yield _by_model(Counters, f"hearth_replica_{name}", title, counts)
+
+
+def _machines(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
+    """Memory and moves of machines, by their addresses, and requests that wait for models. Memory is that of replicas,
+    and its budget: of each device, by its index, and of the host. A machine that starts again counts from zero."""
+    waiting = {model: fleet.waiting(model) for model in models}
+    yield _by_model(Gauges, "hearth_model_waiting", "Requests that wait here for a model", waiting)
+    dead = Count(replica.model for replica in fleet.replicas() if replica.state.quarantined)
+    title, quarantined = "Replicas that died too often to be started", {model: dead[model] for model in models}
+    yield _by_model(Gauges, "hearth_replicas_quarantined", title, quarantined)
+    reports = [(machine.address, machine.report) for machine in fleet.machines()]
+    moves = (
+        ([address, kind, ending], report.moves.get(kind + suffix, 0))
+        for address, report in reports
+        for kind in _MOVES
+        for ending, suffix in (("done", ""), ("failed", "_failed"))
+    )
+    labels = ["machine", "kind", "ending"]
+    yield _family(Counters, "hearth_machine_moves", "Moves of replicas", labels, moves)
+    hosts = [([address], report) for address, report in reports]
+    devices = [([*host, str(index)], device) for host, report in hosts for index, device in enumerate(report.devices)]
+    for name, title, labels, rows, field in (
+        ("device_held", "Held of a device's memory", ["machine", "device"], devices, "held_bytes"),
+        ("device_budget", "Of it, for replicas", ["machine", "device"], devices, "budget_bytes"),
+        ("host_held", "Held of host memory by models", ["machine"], hosts, "memory_bytes"),
+        ("host_budget", "Of it, for models that sleep", ["machine"], hosts, "memory_budget_bytes"),
+    ):
+        yield _family(Gauges, f"hearth_{name}_bytes", title, labels, ((row, getattr(of, field)) for row, of in rows))
 
 
 class BatchQueueGauges(Protocol):
@@ -332,41 +283,26 @@ class BatchQueueGauges(Protocol):
     running: Count[str]
 
 
-class _Batches(Collector):
+def _batches(queue: BatchQueueGauges, now: Callable[[], float]) -> Iterator[Metric]:
     """Queued requests, by model. The waiting ones are the same at every gateway."""
-
-    def __init__(self, queue: BatchQueueGauges, now: Callable[[], float]) -> None:
-        self._queue = queue
-        self._now = now
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        waiting, now = self._queue.waiting, self._now()
-        for name, help_text, counts in (
-            ("items_waiting", "Queued requests that have not ended", {of: one.items for of, one in waiting.items()}),
-            ("items_running", "Those of them that this gateway has given to replicas", dict(self._queue.running)),
-            ("oldest_seconds", "Age of the oldest batch", {of: now - one.oldest_at for of, one in waiting.items()}),
-        ):
-            gauge = GaugeMetricFamily(f"hearth_batch_{name}", help_text, labels=["model"])
-            for model in self._queue.running:
-                gauge.add_metric([model], counts.get(model, 0))
-            yield gauge
+    depths = {model: queue.waiting.get(model) for model in queue.running}
+    items = {model: 0 if depth is None else depth.items for model, depth in depths.items()}
+    oldest_s = {model: 0.0 if depth is None else now() - depth.oldest_at for model, depth in depths.items()}
+    for name, title, numbers in (
+        ("items_waiting", "Queued requests that have not ended", items),
+        ("items_running", "Those of them that this gateway has given to replicas", queue.running),
+        ("oldest_seconds", "Age of the oldest batch", oldest_s),
+    ):
+        yield _by_model(Gauges, f"hearth_batch_{name}", title, numbers)
 
 
-class _Certificate(Collector):
-    """The end of the certificate in the file."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        gauge = GaugeMetricFamily(
-            "hearth_certificate_end_timestamp_seconds", "When it ends, since 1970; 0 where its file cannot be read"
-        )
-        try:
-            gauge.add_metric([], tls.expiry(self._path).timestamp())
-        except SettingsError:
-            gauge.add_metric([], 0)
-        yield gauge
+def _certificate(path: str) -> Iterator[Metric]:
+    try:
+        ends_at = tls.expiry(path).timestamp()
+    except SettingsError:
+        ends_at = 0.0
+    title = "When it ends, since 1970; 0 where its file cannot be read"
+    yield Gauges("hearth_certificate_end_timestamp_seconds", title, ends_at)
 
 
 def _accounts_text(shares: AccountUsage) -> bytes:
@@ -389,6 +325,6 @@ def _accounts_text(shares: AccountUsage) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _counter_lines(name: str, says: str, series: list[str]) -> Iterator[str]:
-    yield from (f"# HELP {name} {says}", f"# TYPE {name} counter")
+def _counter_lines(name: str, title: str, series: list[str]) -> Iterator[str]:
+    yield from (f"# HELP {name} {title}", f"# TYPE {name} counter")
     yield from (name + one for one in series)
