@@ -24,7 +24,7 @@ from gateway.inference.cache_scope import zero_retention_of
 from gateway.inference.context import InferenceContext
 from gateway.inference.embed import EmbeddingWork
 from gateway.inference.embedding_types import EmbeddingRequest
-from gateway.inference.lifecycle import Work, opened
+from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.pipeline import TextGeneration, TokenCount
 from gateway.inference.replay import ReplayCache
 from gateway.inference.run_options import refuse_options, run_options
@@ -90,7 +90,8 @@ class InferenceEndpoint:
         in_body = request.texts.options if isinstance(request, EmbeddingRequest) else request.prompt.options
         options = run_options(exchange.headers, exchange.query).joined(in_body)
         work = work_of(request, model, exchange.request_id, int(self.calendar()))
-        async with opened(self.context, work, exchange, caller, model, options, zero_retention=zero_retention) as call:
+        call = InferenceCall(self.context, work, exchange, caller, model, options, zero_retention=zero_retention)
+        async with call.live():
             await work.run(call)
 
 

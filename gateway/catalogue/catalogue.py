@@ -17,7 +17,7 @@ from gateway.catalogue.model_config import context_of, read_model_config
 from gateway.catalogue.public_prefixes import public_prefixes
 from gateway.catalogue.registrations import registered_models
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
-from gateway.config import Config, ModelEntryConfig, PriceConfig, SettingsError
+from gateway.config import Config, ModelEntryConfig, SettingsError
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 from gateway.tool_parsers.reasoning import template_has_reasoning
 from gateway.tool_parsers.registry import TOOL_FORMATS, ToolFormat, tool_format_of
@@ -38,24 +38,14 @@ class Model:
     `has_reasoning`: it may reason before it answers a chat."""
 
     name: str
-    description: str
+    settings: ModelEntryConfig
     task: ModelTask
     embedding_spec: EmbeddingSpec | None
     folder: Path
     price: NeuronPrice
-    batch_factor: float
-    limits_class: str
-    dialect: str
-    default_tokens: int
     context_tokens: int
     vocabulary: int
     created_at: float
-    aliases: list[str]
-    tags: list[str]
-    beta: bool
-    ends_on: date | None
-    terms: str
-    info: str
     tokenizer: ModelTokenizer
     tool_format: ToolFormat | None
     has_reasoning: bool
@@ -75,18 +65,24 @@ class Model:
     def created(self) -> datetime:
         return datetime.fromtimestamp(int(self.created_at), UTC)
 
+    @property
+    def ends_on(self) -> date | None:
+        return self.settings.planned_deprecation_date
+
     def ended(self, today: date) -> bool:
         return self.ends_on is not None and today >= self.ends_on
 
     @property
     def run_family(self) -> str:
         """The family of its bodies at `/ai/run`."""
-        return {ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}.get(self.task, self.dialect)
+        return {ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}.get(
+            self.task, self.settings.dialect
+        )
 
     @property
     def batch_price(self) -> NeuronPrice:
         """The price of batch items, which run on spare capacity."""
-        return self.price.times(self.batch_factor)
+        return self.price.times(self.settings.price.batch)
 
     @property
     def stop_ids(self) -> list[int]:
@@ -102,7 +98,7 @@ class Catalogue:
 
     def __init__(self, models: list[Model], problems: dict[str, str]) -> None:
         self._models = {model.name: model for model in models}
-        self._by_any_name = {name: model for model in models for name in (*model.aliases, model.name)}
+        self._by_any_name = {name: model for model in models for name in (*model.settings.aliases, model.name)}
         self.problems = problems
 
     def find(self, name: str) -> Model | None:
@@ -137,15 +133,13 @@ def known_models(config: Config) -> list[ModelEntryConfig]:
     """The built-in model, what was pulled, what `hearth models add` added, and what hearth.toml adds or changes; of an
     added one it may leave the folder out. Raises SettingsError."""
     entries = {entry.name: entry for entry in config.models}
-    known = {name: _bare(name) for name in (BUILT_IN, *pulled_models(config))} | {
-        entry.name: entry for entry in registered_models(config)
-    }
-    changed = [_over(entry, entries.pop(name, entry)) for name, entry in known.items()]
-    return [*changed, *entries.values()]
-
-
-def _over(entry: ModelEntryConfig, override: ModelEntryConfig) -> ModelEntryConfig:
-    return override if override.folder is not None else msgspec.structs.replace(override, folder=entry.folder)
+    built_in = ModelEntryConfig(name=BUILT_IN, description=_BUILT_IN_DESCRIPTION)
+    pulled = [ModelEntryConfig(name=name) for name in pulled_models(config)]
+    known = {entry.name: entry for entry in (built_in, *pulled, *registered_models(config))}
+    for name in known.keys() & entries.keys():
+        folder = entries[name].folder or known[name].folder
+        known[name] = msgspec.structs.replace(entries[name], folder=folder)
+    return [*known.values(), *(entry for name, entry in entries.items() if name not in known)]
 
 
 def folder_of(config: Config, entry: ModelEntryConfig) -> Path:
@@ -172,29 +166,12 @@ def spec_of(config: Config, entry: ModelEntryConfig) -> ModelSpec:
     """The entry as a machine gets it. Reads the model's tokenizer only where prefixes are published."""
     folder, paths = folder_of(config, entry), entry.public_prefixes
     task = _task(folder, entry)
-    return ModelSpec(
-        name=entry.name,
-        folder=str(folder),
-        replicas=entry.replicas,
-        dtype=entry.dtype,
-        context_tokens=entry.context_tokens,
-        random_weights=entry.random_weights,
-        kv_dtype=entry.kv_dtype,
-        kv_bytes=entry.kv_bytes,
-        block_tokens=entry.block_tokens,
-        step_tokens=entry.step_tokens,
-        gap_ms=entry.gap_ms,
-        sequences=entry.sequences,
-        waiting=entry.waiting or (_WAITING if task is ModelTask.GENERATION else _TEXTS_WAITING),
+    waiting = entry.waiting or (_WAITING if task is ModelTask.GENERATION else _TEXTS_WAITING)
+    sizes = msgspec.structs.replace(entry, folder=str(folder), waiting=waiting, public_prefixes=[])
+    return msgspec.structs.replace(
+        msgspec.convert(sizes, ModelSpec, from_attributes=True),  # fields of the same name mean the same
         vectors=task is ModelTask.EMBEDDINGS,
-        scope_floor_blocks=entry.scope_floor_blocks,
-        scope_cap_blocks=entry.scope_cap_blocks,
         weights_bytes=_weights_bytes(config, folder),
-        pinned=entry.pinned,
-        priority=entry.priority,
-        resident_s=entry.resident_s,
-        wake_s=entry.wake_s,
-        kept_kv_bytes=entry.kept_kv_bytes,
         public_prefixes=_published(folder, paths, entry.name) if paths else [],
     )
 
@@ -223,7 +200,7 @@ def _published(folder: Path, paths: list[str], model: str) -> list[list[int]]:
 
 def price_of(entry: ModelEntryConfig) -> NeuronPrice:
     """Raises SettingsError where a cached token would cost more than a fresh one."""
-    price: PriceConfig = entry.price
+    price = entry.price
     cached = price.input / 5 if price.cached_input is None else price.cached_input
     try:
         return NeuronPrice(price.input, cached, price.output)
@@ -231,43 +208,27 @@ def price_of(entry: ModelEntryConfig) -> NeuronPrice:
         raise SettingsError(f"models.price of {entry.name}: {error}") from error
 
 
-def _bare(name: str) -> ModelEntryConfig:
-    return ModelEntryConfig(name=name, description=_BUILT_IN_DESCRIPTION if name == BUILT_IN else "")
-
-
 def _open(config: Config, entry: ModelEntryConfig) -> Model:
     folder = folder_of(config, entry)
     document = read_model_config(folder)
     context, task = context_of(document), task_of(folder, document, entry)
     text = ModelTokenizer(folder)
+    if entry.tool_format is None:
+        tool_format = tool_format_of(text.template, text.added_tokens)
+    else:
+        tool_format = TOOL_FORMATS[entry.tool_format](text.added_tokens)
     return Model(
         name=entry.name,
-        description=entry.description,
+        settings=entry,
         task=task,
         embedding_spec=read_embedding_spec(folder, document, entry, task),
         folder=folder,
         price=price_of(entry),
-        batch_factor=entry.price.batch,
-        limits_class=entry.limits_class,
-        dialect=entry.dialect,
-        default_tokens=entry.default_tokens,
         context_tokens=min(context, entry.context_tokens or context),
         vocabulary=int(document.get("vocab_size") or 0),
         created_at=(folder / "config.json").stat().st_mtime,
-        aliases=entry.aliases,
-        tags=entry.tags,
-        beta=entry.beta,
-        ends_on=entry.planned_deprecation_date,
-        terms=entry.terms,
-        info=entry.info,
         tokenizer=text,
-        tool_format=_calls(entry, text),
+        tool_format=tool_format,
         has_reasoning=template_has_reasoning(text.template),
         spec=spec_of(config, entry),
     )
-
-
-def _calls(entry: ModelEntryConfig, text: ModelTokenizer) -> ToolFormat | None:
-    if entry.tool_format is not None:
-        return TOOL_FORMATS[entry.tool_format](text.added_tokens)
-    return tool_format_of(text.template, text.added_tokens)

@@ -6,6 +6,7 @@ deque append and at most one wake-up.
 
 from array import array
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -144,28 +145,17 @@ class ReplicaConnection(FrameProtocol):
         self._on_change()
 
 
-class ReplicaClient:
+class ReplicaClient(NamedTuple):
     """A replica chosen for one request, which has waited `waited_s` for it. `wake_requested_s`: as in ReplicaStream."""
 
-    __slots__ = ("_replica", "_wake_requested_s", "waited_s")
-
-    def __init__(
-        self, replica: ReplicaConnection, waited_s: float = 0.0, wake_requested_s: float | None = None
-    ) -> None:
-        self._replica = replica
-        self._wake_requested_s = wake_requested_s
-        self.waited_s = waited_s
-
-    @property
-    def hello(self) -> frames.Hello:
-        """What the replica reported about itself: context, vocabulary, blocks."""
-        assert self._replica.hello is not None
-        return self._replica.hello
+    replica: ReplicaConnection
+    waited_s: float
+    wake_requested_s: float | None
 
     def submit(self, order: frames.Submit, deadline_ms: int = 0) -> ReplicaStream:
         """Writes the order under an id of this connection. Raises ReplicaLost where the connection has ended,
         ReplicaRejected where it is congested."""
-        return self._replica.open_stream(order, deadline_ms, self._wake_requested_s)
+        return self.replica.open_stream(order, deadline_ms, self.wake_requested_s)
 
 
 def pack_token_ids(tokens: Iterable[int]) -> bytes:

@@ -1,4 +1,5 @@
-"""One socket that speaks frames. Reading is done by a protocol, not by a task: a frame costs one callback."""
+"""One socket that speaks frames, and the one to a machine. Reading is done by a protocol, not by a task: a frame costs
+one callback."""
 
 import asyncio
 import time
@@ -65,6 +66,24 @@ class FrameProtocol(asyncio.Protocol, ABC):
         finally:
             if self._transport is not None:
                 self.close("the gateway closed it")
+
+
+class MachineConnection(FrameProtocol):
+    """Reports come in, demand goes out. `models` are those that the machine reported last to have replicas of."""
+
+    def __init__(self, on_report: Callable[["MachineConnection", frames.MachineState], None]) -> None:
+        super().__init__()
+        self.models: frozenset[str] = frozenset()
+        self._on_report = on_report
+
+    def receive(self, frame: frames.Frame) -> None:
+        if isinstance(frame, frames.MachineState):
+            self._on_report(self, frame)
+
+    def send_demand(self, demand: frames.ModelDemand) -> None:
+        """Left out where the machine does not read: demand is sent again and again."""
+        if not self.congested:
+            self.send(demand)
 
 
 _C = TypeVar("_C", bound=FrameProtocol)

@@ -21,8 +21,7 @@ from engine.protocol.address import parse_address
 from engine.protocol.types import Residency
 from gateway.cluster import route
 from gateway.cluster.client import ReplicaClient, ReplicaConnection
-from gateway.cluster.connection import connect, error_text
-from gateway.cluster.machine_link import MachineConnection
+from gateway.cluster.connection import MachineConnection, connect, error_text
 from gateway.cluster.replica_counters import RecentLoad, ReplicaCounters
 from gateway.cluster.wake_queue import WakeQueue
 

@@ -4,8 +4,7 @@ It does not know what the work is.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -19,14 +18,9 @@ class AccountLocks:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    @contextlib.asynccontextmanager
-    async def lock(self, account_id: str) -> AsyncIterator[None]:
-        """Waits for the account's earlier work, in order."""
-        lock = self._locks.get(account_id)
-        if lock is None:
-            lock = self._locks[account_id] = asyncio.Lock()
-        async with lock:
-            yield
+    def lock(self, account_id: str) -> asyncio.Lock:
+        """The account's lock, which its work takes in the order of arrival."""
+        return self._locks.setdefault(account_id, asyncio.Lock())
 
     async def run_in_thread(self, account_id: str, work: Callable[[], T], *, fresh: bool) -> T:
         """Runs blocking work in a thread while it holds the account's lock. `fresh` takes a new thread that ends with
@@ -39,6 +33,3 @@ class AccountLocks:
                 return await asyncio.get_running_loop().run_in_executor(thread, work)
             finally:
                 thread.shutdown(wait=False)
-
-    def __len__(self) -> int:
-        return len(self._locks)

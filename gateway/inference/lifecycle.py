@@ -1,9 +1,9 @@
 """One inference call from its reservation to its only end. It does not know dialects, bodies or how tokens are made.
 
-    async with opened(context, work, ...) as call:      what work.run does with it:
-        await work.run(call)                            call.reserve ─► replica_wait.submit ─► … ─► exchange.answer
+    async with call.live():         what work.run does with it:
+        await work.run(call)        call.reserve ─► replica_wait.submit ─► … ─► exchange.answer
 
-Whatever happens inside, `opened` stops the work's streams, settles the reservation and counts the call, once.
+Whatever happens inside, `live` stops the work's streams, settles the reservation and counts the call, once.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Work(Protocol):
 
 class InferenceCall:
     """One inference call: its deadline, its reservation, its one end. It ends with exactly one of `settle` (live calls,
-    in `opened`), `end_recorded` and `release` (calls of batches)."""
+    in `live`), `end_recorded` and `release` (calls of batches)."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class InferenceCall:
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             min_output_tokens=None if options.background else min_output_tokens,
-            model_class=model.limits_class,
+            model_class=model.settings.limits_class,
             tags=() if self.zero_retention else options.tags,
             metadata="" if self.zero_retention else options.metadata,
         )
@@ -174,6 +174,31 @@ class InferenceCall:
         neurons = [] if usage is None else [(b"cf-ai-neurons", f"{usage.neurons:.6f}".encode())]
         await self.exchange.answer(200, body, [JSON_CONTENT, *neurons, (b"cache-control", b"no-store")])
 
+    @contextlib.asynccontextmanager
+    async def live(self) -> AsyncIterator[None]:
+        """Bounds a live call by its time, ends it when its client leaves, and settles it once whatever happens.
+
+        Raises ApiError and ClientDisconnected.
+        """
+        try:
+            async with self.exchange.watching_client(), asyncio.timeout(self.left_s()):
+                yield
+            self.outcome = "done"
+        except TimeoutError:
+            self.outcome = "timeout"
+            raise errors.timed_out(self.limit_s) from None
+        except ApiError as refusal:
+            self.outcome = refusal.kind
+            raise
+        except ClientDisconnected:
+            self.outcome = "client_gone"
+            raise
+        except Exception:
+            self.outcome = "internal"
+            raise
+        finally:
+            self.settle()
+
     def settle(self) -> None:
         """Ends a live call: charges what it used, and counts it. Awaits nothing."""
         self._end()
@@ -228,39 +253,3 @@ class InferenceCall:
             "total_ms": round(spent.total_ms, 3),
         }
         log.info("request_ended", extra={"fields": fields})
-
-
-@contextlib.asynccontextmanager
-async def opened(
-    context: InferenceContext,
-    work: Work,
-    exchange: Exchange,
-    caller: Caller,
-    model: Model,
-    options: RunOptions,
-    *,
-    zero_retention: bool,
-) -> AsyncIterator[InferenceCall]:
-    """A live call: bounded by its time, ended by its client's leaving, settled once whatever happens.
-
-    Raises ApiError and ClientDisconnected.
-    """
-    call = InferenceCall(context, work, exchange, caller, model, options, zero_retention=zero_retention)
-    try:
-        async with exchange.watching_client(), asyncio.timeout(call.left_s()):
-            yield call
-        call.outcome = "done"
-    except TimeoutError:
-        call.outcome = "timeout"
-        raise errors.timed_out(call.limit_s) from None
-    except ApiError as refusal:
-        call.outcome = refusal.kind
-        raise
-    except ClientDisconnected:
-        call.outcome = "client_gone"
-        raise
-    except Exception:
-        call.outcome = "internal"
-        raise
-    finally:
-        call.settle()

@@ -58,7 +58,7 @@ class TextGeneration:
         self.prompt_tokens = len(ids)
         self.choices = [CompletionBuilder(model, prompt, opened) for _ in range(prompt.n)]
         fingerprint = call.fingerprint(tokens)
-        max_tokens = min(prompt.max_tokens or model.default_tokens, room)
+        max_tokens = min(prompt.max_tokens or model.settings.default_tokens, room)
         reservation = await call.reserve(len(ids), max_tokens * prompt.n, prompt.n)
         affordable = reservation.output_tokens // prompt.n
         self.cut_by_quota = affordable < max_tokens

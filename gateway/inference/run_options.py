@@ -4,7 +4,7 @@ It does not know bodies, and decides nothing.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -69,13 +69,8 @@ class RunOptions:
         tags = tuple(dict.fromkeys((*self.tags, *body.tags)))
         if len(tags) > TAGS_MAX:
             raise bad_input(f"'tags': send at most {TAGS_MAX} of them, in the query and the body together", "tags")
-        return RunOptions(
-            reject_if_busy=self.reject_if_busy or body.rejectIfBusy,
-            timeout_ms=_min(self.timeout_ms, body.requestTimeoutMs),
-            tags=tags,
-            metadata=self.metadata,
-            session=self.session,
-        )
+        timeout_ms = _min(self.timeout_ms, body.requestTimeoutMs)
+        return replace(self, reject_if_busy=self.reject_if_busy or body.rejectIfBusy, timeout_ms=timeout_ms, tags=tags)
 
 
 def run_options(headers: Mapping[bytes, bytes], query: bytes) -> RunOptions:

@@ -51,7 +51,9 @@ def listed(context: ListingContext, models: Sequence[Model], exchange: Exchange)
     """`/v1/models`: each under its name and its aliases. Raises ApiError."""
     options = decode_query(exchange.query, ModelsQuery)
     today = datetime.fromtimestamp(context.calendar(), UTC).date()
-    by_name = {name: model for model in models if not model.ended(today) for name in (model.name, *model.aliases)}
+    by_name = {
+        name: model for model in models if not model.ended(today) for name in (model.name, *model.settings.aliases)
+    }
     names = _between(list(by_name), options)
     page = names[-options.limit :] if options.before_id else names[: options.limit]
     cards = [_card(name, by_name[name]) for name in page]
@@ -63,7 +65,7 @@ def one(context: ListingContext, models: Sequence[Model], exchange: Exchange) ->
     """`/v1/models/{model}`. Raises ApiError."""
     decode_query(exchange.query, NoQuery)
     name = exchange.path_params["model"]
-    model = next((model for model in models if name in (model.name, *model.aliases)), None)
+    model = next((model for model in models if name in (model.name, *model.settings.aliases)), None)
     if model is None:
         raise errors.no_model_of_name(name)
     return msgspec.json.encode(_card(name, model))

@@ -61,7 +61,7 @@ def _offer(context: ListingContext, model: Model) -> Offer:
         id=model.name,
         hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
         name=model.name.rpartition("/")[2],
-        description=model.description,
+        description=model.settings.description,
         created=int(model.created_at),
         input_modalities=["text"],
         output_modalities=[_OUTPUTS[model.task]],

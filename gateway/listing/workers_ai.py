@@ -134,11 +134,11 @@ def _all(items: Sequence[Task | Author]) -> bytes:
 def _matches(model: Model, options: SearchQuery, today: date) -> bool:
     since_end = timedelta(0) if model.ends_on is None else today - model.ends_on
     return (
-        options.search.lower() in f"{model.name} {model.description}".lower()
+        options.search.lower() in f"{model.name} {model.settings.description}".lower()
         and options.task.lower() in ("", model.task.lower(), _task(model).id)
         and options.author.lower() in ("", model.author.lower())
         and options.source.removesuffix(".0") in ("", str(_source(model)))
-        and not (model.beta and _yes(options.hide_experimental))
+        and not (model.settings.beta and _yes(options.hide_experimental))
         and (not model.ended(today) or (_yes(options.include_deprecated) and since_end <= SHOWN_AFTER_END))
     )
 
@@ -161,10 +161,10 @@ def _item(context: ListingContext, model: Model) -> ModelItem:
         id=model.id,
         source=_source(model),
         name=model.name,
-        description=model.description,
+        description=model.settings.description,
         task=_task(model),
         created_at=model.created,
-        tags=model.tags,
+        tags=model.settings.tags,
         properties=[Property(name, value) for name, value in properties.items() if value],
     )
 
@@ -179,10 +179,10 @@ def _properties(context: ListingContext, model: Model) -> dict[str, str | list[P
         "function_calling": "true" if model.function_calling else "",
         "reasoning": "true" if model.has_reasoning else "",
         "async_queue": "true",
-        "beta": "true" if model.beta else "",
+        "beta": "true" if model.settings.beta else "",
         "planned_deprecation_date": "" if model.ends_on is None else model.ends_on.isoformat(),
-        "terms": model.terms,
-        "info": model.info,
+        "terms": model.settings.terms,
+        "info": model.settings.info,
     }
 
 

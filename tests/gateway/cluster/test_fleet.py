@@ -41,7 +41,7 @@ def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
         waiting = asyncio.create_task(link(fleet))
         await holds(lambda: not waiting.done(), 0.1)
         async with stub.serving():
-            assert (await waiting).hello.model == MODEL
+            assert (await waiting).replica.ready
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await running
@@ -172,7 +172,7 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
                 behind.submit(frames.Submit(0, PROMPT, Scope(), SamplingParams(), max_tokens=8, terms=terms))
             assert fleet.spare(MODEL, 10) == 12
             again = await fleet.acquire(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
-            assert again._replica is live._replica, "live calls go where they went"
+            assert again.replica is live.replica, "live calls go where they went"
             assert sorted(replica.background for replica in fleet._serving(MODEL)) != [0, 8], "the background is spread"
             stub.replicas[0].load(waiting=1)
             await until(lambda: fleet.spare(MODEL, 10) <= 10)
@@ -221,7 +221,7 @@ async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_no
         await until(lambda: fleet._serving(MODEL) == [known.connection for known in fleet._entries(MODEL)][2:])
         for n in range(20):
             chosen = await fleet.acquire(MODEL, SCOPE, pack_token_ids([n] * 40), asyncio.get_running_loop().time())
-            assert chosen._replica.address == f"unix:{stub.replicas[2].path}"
+            assert chosen.replica.address == f"unix:{stub.replicas[2].path}"
 
 
 @in_fake_time
@@ -326,7 +326,7 @@ async def test_one_machine_refuses_nobody_while_another_that_may_serve_was_never
         await until(lambda: bool(fleet.replicas()))
         (task,) = await held(fleet)
         async with second.serving():
-            assert (await task).hello.model == MODEL
+            assert (await task).replica.ready
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running

@@ -19,7 +19,7 @@ async def test_one_account_works_in_order_and_holds_up_no_other() -> None:
     assert [name for name in done if name != "b1"] == ["a1", "a2", "a3"]
     assert done.index("b1") < done.index("a2")
     gc.collect()
-    assert len(turns) == 0
+    assert len(turns._locks) == 0
 
 
 @looped

@@ -8,7 +8,7 @@ import pytest
 
 from gateway import errors
 from gateway.errors import ApiError
-from gateway.inference.lifecycle import InferenceCall, opened
+from gateway.inference.lifecycle import InferenceCall
 from gateway.inference.run_options import RunOptions
 from tenants.limits.reservation import CallUsage
 from tests.support.served_gateway import Served, looped, served
@@ -62,17 +62,18 @@ def test_whatever_ends_a_call_settles_it_once(tmp_path: Path, problem: Exception
     @looped
     async def scenario() -> None:
         async with served(tmp_path) as gateway:
-            context, work, *rest = await parts(gateway, "r1")
+            call = InferenceCall(*(await parts(gateway, "r1")))
             try:
-                async with opened(context, work, *rest, zero_retention=False) as call:
-                    await work.run(call)
+                async with call.live():
+                    await call.work.run(call)
                     if problem is not None:
                         raise problem
             except (ApiError, ValueError):
                 assert problem is not None
             (record,) = await gateway.records()
             assert (record.outcome, record.prompt_tokens, record.completion_tokens) == (outcome, 5, 2)
-            assert (work.cancels, gateway.quota.open) == (1, 0)
+            assert isinstance(call.work, CountingWork)
+            assert (call.work.cancels, gateway.quota.open) == (1, 0)
             with pytest.raises(AssertionError, match="ends once"):
                 call.settle()
 
