@@ -30,13 +30,14 @@ class SamplingFeatures:
 
     @classmethod
     def of(cls, batch: StepBatch) -> Self:
-        filtered_R = (batch.top_k_R > 0) | (batch.top_p_R < 1) | (batch.min_p_R > 0)
+        rows = batch.sampling_R
+        filtered_R = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
         return cls(
             biases=len(batch.bias_ids_B) > 0,
             penalties=len(batch.history_H) > 0,
             masks=batch.masked,
-            filters=bool((filtered_R & (batch.temperature_R > 0)).any()),
-            logprobs=bool((batch.logprobs_R >= 0).any()),
+            filters=bool((filtered_R & (rows["temperature"] > 0)).any()),
+            logprobs=bool((rows["logprobs"] >= 0).any()),
         )
 
     @property

@@ -6,7 +6,6 @@ It knows no kernels.
 from dataclasses import dataclass
 from typing import Final, Self
 
-import numpy as np
 import torch
 
 from engine.execution.gpu_sampler import LogprobTensors
@@ -69,9 +68,8 @@ class StagedStep:
     def begin(self, batch: StepBatch) -> None:
         """Notes what is to be read of the step when it has landed."""
         self.rows = len(batch.rows_R)
-        self.logprob_counts = {
-            row: int(batch.logprobs_R[row]) for row in np.flatnonzero(batch.logprobs_R >= 0).tolist()
-        }
+        counts = batch.sampling_R["logprobs"].tolist()
+        self.logprob_counts = {row: count for row, count in enumerate(counts) if count >= 0}
 
     def wait(self) -> RunnerOutput:
         self.mark.wait()

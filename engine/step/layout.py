@@ -28,7 +28,7 @@ import struct
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -40,12 +40,19 @@ Int32s = NDArray[np.int32]
 HEADER_WORDS = 32
 OFFSET_WORD = 8  # where the header keeps the first word of Section 0
 SPARE_WORD = 24
-SAMPLING_WORDS = 12
 SEGMENTS_MAX: Final = 4  # of one slice
-# temperature, top_k, top_p, min_p, the three penalties, seed low and high, position, logprobs, mask
-_SAMPLING: Final = struct.Struct("<fifffffIIiii")
-_POSITION: Final = 9  # the columns of sampling_R12 that pack fills in itself
-_MASK: Final = 11
+# A row of `sampling_R`: fields of SamplingParams; the position that the sampled token will have, which with the seed
+# keys the random numbers; how many alternatives to report, −1: none; and which of the step's masks applies, in the
+# order of their rows, −1: none does.
+SAMPLING: Final = np.dtype(
+    [
+        *(("temperature", "<f4"), ("top_k", "<i4"), ("top_p", "<f4"), ("min_p", "<f4")),
+        *(("repetition_penalty", "<f4"), ("frequency_penalty", "<f4"), ("presence_penalty", "<f4"), ("seed", "<i8")),
+        *(("position", "<i4"), ("logprobs", "<i4"), ("mask", "<i4")),
+    ]
+)
+SAMPLING_WORDS: Final = SAMPLING.itemsize // 4
+_SAMPLING_ROW: Final = struct.Struct("<fifffffqiii")  # the same, to pack by
 
 
 class Section(enum.IntEnum):
@@ -125,7 +132,8 @@ class ExecutorLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Views into the packed array; nothing is copied. The letters are those of the module's drawing."""
+    """Views into the packed array, in the order of Section; nothing is copied. The letters are those of the module's
+    drawing."""
 
     tokens_T: Int32s
     positions_T: Int32s
@@ -134,7 +142,7 @@ class StepBatch:
     contexts_S: Int32s  # tokens of KV each slice attends to, its own included
     tables_SW: Int32s  # padded with 0
     rows_R: Int32s  # index into T of the rows whose next token is sampled
-    sampling_R12: Int32s  # columns in _sampling_words' order
+    sampling_R: NDArray[np.void]  # of dtype SAMPLING
     history_starts_R1: Int32s
     history_H: Int32s  # per row: its prompt length, then prompt and output ids; empty without penalties
     bias_starts_R1: Int32s
@@ -145,78 +153,18 @@ class StepBatch:
     members_M: Int32s  # slices
 
     @property
-    def temperature_R(self) -> NDArray[np.float32]:
-        return self._float_column(0)
-
-    @property
-    def top_k_R(self) -> Int32s:
-        return self.sampling_R12[:, 1]
-
-    @property
-    def top_p_R(self) -> NDArray[np.float32]:
-        return self._float_column(2)
-
-    @property
-    def min_p_R(self) -> NDArray[np.float32]:
-        return self._float_column(3)
-
-    @property
-    def repetition_penalty_R(self) -> NDArray[np.float32]:
-        return self._float_column(4)
-
-    @property
-    def frequency_penalty_R(self) -> NDArray[np.float32]:
-        return self._float_column(5)
-
-    @property
-    def presence_penalty_R(self) -> NDArray[np.float32]:
-        return self._float_column(6)
-
-    @property
-    def seed_R(self) -> NDArray[np.int64]:
-        low, high = self.sampling_R12[:, 7].view(np.uint32), self.sampling_R12[:, 8].astype(np.int64)
-        return (high << 32) | low.astype(np.int64)
-
-    @property
-    def sample_position_R(self) -> Int32s:
-        """The position that the sampled token will have; with the seed it keys the random numbers."""
-        return self.sampling_R12[:, 9]
-
-    @property
-    def logprobs_R(self) -> Int32s:
-        """How many alternatives to report; −1 where a row asks for none."""
-        return self.sampling_R12[:, 10]
-
-    @property
-    def masks_R(self) -> Int32s:
-        """Which of the step's masks applies to each row; masks are in the order of their rows. −1 where none does."""
-        return self.sampling_R12[:, _MASK]
-
-    @property
     def masked(self) -> bool:
         """Whether a row has a mask."""
-        return bool((self.masks_R >= 0).any())
-
-    def _float_column(self, column: int) -> NDArray[np.float32]:
-        return np.ascontiguousarray(self.sampling_R12[:, column]).view(np.float32)
+        return bool((self.sampling_R["mask"] >= 0).any())
 
 
-def _sampling_words(sampling: SamplingParams) -> bytes:
-    """A row of `sampling_R12` without its position and its mask; it depends on `sampling` alone."""
-    return _SAMPLING.pack(
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.repetition_penalty,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-        sampling.seed & 0xFFFFFFFF,
-        sampling.seed >> 32,
-        0,
-        -1 if sampling.logprobs is None else sampling.logprobs,
-        -1,
-    )
+def _sampling_row(sampling: SamplingParams) -> bytes:
+    """A row of `sampling_R` without its position and its mask; it depends on `sampling` alone."""
+    logprobs = -1 if sampling.logprobs is None else sampling.logprobs
+    return _SAMPLING_ROW.pack(
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty,
+        sampling.frequency_penalty, sampling.presence_penalty, sampling.seed, 0, logprobs, -1,
+    )  # fmt: skip
 
 
 def pack_step(slices: Items[SequenceSlice], block_tokens: int, segments: Items[PrefixSegment] = ()) -> Int32s:
@@ -258,11 +206,11 @@ def pack_step(slices: Items[SequenceSlice], block_tokens: int, segments: Items[P
     picked_S = np.fromiter([item.sampling is not None for item in slices], np.bool_, s)
     batch.rows_R[:] = ends_S[picked_S] - 1
     if r:
-        words = b"".join([_sampling_words(item.sampling) for item in sampled if item.sampling is not None])
-        batch.sampling_R12[:] = np.frombuffer(words, "<i4").reshape(r, SAMPLING_WORDS)
-        batch.sampling_R12[:, _POSITION] = contexts_S[picked_S]
+        words = b"".join([_sampling_row(item.sampling) for item in sampled if item.sampling is not None])
+        batch.sampling_R.view(np.int32)[:] = np.frombuffer(words, np.int32)
+        batch.sampling_R["position"] = contexts_S[picked_S]
         masked = [row for row, item in enumerate(sampled) if item.masked]
-        batch.masks_R[masked] = np.arange(len(masked))
+        batch.sampling_R["mask"][masked] = np.arange(len(masked))
     np.cumsum(history_lengths, out=batch.history_starts_R1[1:])
     np.cumsum(bias_lengths, out=batch.bias_starts_R1[1:])
     if counts[4]:
@@ -320,26 +268,12 @@ def unpack_step(packed: Int32s) -> StepBatch:
     lengths = _lengths(packed[:OFFSET_WORD].tolist())
     starts = packed[OFFSET_WORD:SPARE_WORD].tolist()
     assert starts[-1] + lengths[-1] <= len(packed), f"{len(packed)} words, header says {starts[-1] + lengths[-1]}"
-    parts = [packed[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    width = int(packed[2])
-    return StepBatch(
-        tokens_T=parts[0],
-        positions_T=parts[1],
-        slots_T=parts[2],
-        query_starts_S1=parts[3],
-        contexts_S=parts[4],
-        tables_SW=parts[5].reshape(-1, width),
-        rows_R=parts[6],
-        sampling_R12=parts[7].reshape(-1, SAMPLING_WORDS),
-        history_starts_R1=parts[8],
-        history_H=parts[9],
-        bias_starts_R1=parts[10],
-        bias_ids_B=parts[11],
-        bias_values_B=parts[12].view(np.float32),
-        own_starts_S=parts[13],
-        segments_G4=parts[14].reshape(-1, 4),
-        members_M=parts[15],
-    )
+    parts: list[NDArray[Any]] = [packed[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    parts[Section.TABLES] = parts[Section.TABLES].reshape(-1, int(packed[2]))
+    parts[Section.SAMPLING] = parts[Section.SAMPLING].view(SAMPLING)
+    parts[Section.BIAS_VALUES] = parts[Section.BIAS_VALUES].view(np.float32)
+    parts[Section.SEGMENTS] = parts[Section.SEGMENTS].reshape(-1, 4)
+    return StepBatch(*parts)
 
 
 def check_step(batch: StepBatch, limits: ExecutorLimits) -> None:

@@ -39,7 +39,8 @@ def sample_batch(logits_RV: Tensor, batch: StepBatch, masks_MW: Int32s | None = 
     masked rows needs their masks."""
     assert logits_RV.dtype == torch.float32
     logits = logits_RV.numpy()
-    reported = np.flatnonzero(batch.logprobs_R >= 0).tolist()
+    alternatives_R = batch.sampling_R["logprobs"].tolist()
+    reported = [row for row, count in enumerate(alternatives_R) if count >= 0]
     raw = {row: logits[row].copy() for row in reported}
     touched = (np.diff(batch.bias_starts_R1) > 0) | (np.diff(batch.history_starts_R1) > 0)
     for row in np.flatnonzero(touched).tolist():
@@ -48,12 +49,9 @@ def sample_batch(logits_RV: Tensor, batch: StepBatch, masks_MW: Int32s | None = 
     if masks_MW is not None:
         _forbid(logits, batch, masks_MW)
     tokens_R = logits_RV.argmax(-1).to(torch.int32).numpy()
-    for row in np.flatnonzero(batch.temperature_R > 0).tolist():
+    for row in np.flatnonzero(batch.sampling_R["temperature"] > 0).tolist():
         tokens_R[row] = _draw(logits[row], batch, row)
-    alternatives = batch.logprobs_R
-    return RunnerOutput(
-        tokens_R, {row: _report(raw[row], int(tokens_R[row]), int(alternatives[row])) for row in reported}
-    )
+    return RunnerOutput(tokens_R, {row: _report(raw[row], int(tokens_R[row]), alternatives_R[row]) for row in reported})
 
 
 def pooling_output(vectors_RH: Tensor) -> RunnerOutput:
@@ -74,16 +72,16 @@ def _penalise(logits_V: Floats, batch: StepBatch, row: int) -> None:
         return
     prompt_tokens, ids = int(batch.history_H[first]), batch.history_H[first + 1 : last]
     seen = np.unique(ids)
-    repetition = batch.repetition_penalty_R[row]
-    values = logits_V[seen]
+    settings, values = batch.sampling_R[row], logits_V[seen]
+    repetition = settings["repetition_penalty"]
     logits_V[seen] = np.where(values > 0, values / repetition, values * repetition)
     written, counts = np.unique(ids[prompt_tokens:], return_counts=True)
-    logits_V[written] -= batch.frequency_penalty_R[row] * counts.astype(np.float32) + batch.presence_penalty_R[row]
+    logits_V[written] -= settings["frequency_penalty"] * counts.astype(np.float32) + settings["presence_penalty"]
 
 
 def _forbid(logits_RV: Floats, batch: StepBatch, masks_MW: Int32s) -> None:
     """Sets logits to −∞ where a row's mask does not allow the token."""
-    rows = np.flatnonzero(batch.masks_R >= 0)
+    rows = np.flatnonzero(batch.sampling_R["mask"] >= 0)
     assert len(rows) == len(masks_MW), "as many masks as masked rows"
     for row, mask_W in zip(rows.tolist(), masks_MW, strict=True):
         allowed = np.unpackbits(mask_W.view(np.uint8), count=logits_RV.shape[1], bitorder="little")
@@ -91,10 +89,10 @@ def _forbid(logits_RV: Floats, batch: StepBatch, masks_MW: Int32s) -> None:
 
 
 def _draw(logits_V: Floats, batch: StepBatch, row: int) -> int:
-    scaled_V = logits_V / max(batch.temperature_R[row], np.float32(_TEMPERATURE_MIN))
-    seed, position = int(batch.seed_R[row]), int(batch.sample_position_R[row])
-    threshold, key = np.float32(-np.inf), _key(seed, position)
-    min_p, top_k, top_p = float(batch.min_p_R[row]), int(batch.top_k_R[row]), float(batch.top_p_R[row])
+    settings = batch.sampling_R[row]
+    scaled_V = logits_V / max(settings["temperature"], np.float32(_TEMPERATURE_MIN))
+    threshold, key = np.float32(-np.inf), _key(int(settings["seed"]), int(settings["position"]))
+    min_p, top_k, top_p = float(settings["min_p"]), int(settings["top_k"]), float(settings["top_p"])
     best = int(scaled_V.argmax())
     if min_p > 0:
         threshold = scaled_V[best] + np.float32(math.log(min_p))

@@ -363,25 +363,25 @@ class Stamps:
         ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
         tokens, logprobs = [], {}
         for row, last in enumerate(batch.rows_R.tolist()):
-            seen = read[ends[last]]
+            seen, settings = read[ends[last]], batch.sampling_R[row]
             if seen is None or (seen == NOT_FINITE).any():
                 tokens.append(0 if seen is None else -1)
                 continue
             start, end = batch.history_starts_R1[row : row + 2].tolist()
             if end > start and batch.history_H[start + 1 : end].tolist() != seen.tolist():
                 raise IllegalRead("the history is not what the KV holds")
-            assert batch.sample_position_R[row] == len(seen)
+            assert settings["position"] == len(seen)
             start, end = batch.bias_starts_R1[row : row + 2].tolist()
             bias = dict(zip(batch.bias_ids_B[start:end].tolist(), batch.bias_values_B[start:end].tolist(), strict=True))
-            seed = int(batch.seed_R[row]) if batch.temperature_R[row] > 0 else None
+            seed = int(settings["seed"]) if settings["temperature"] > 0 else None
             token = next_token(seen, seed, self.vocabulary, bias)
-            if batch.masks_R[row] >= 0:
+            if settings["mask"] >= 0:
                 assert masks_MW is not None
-                bits = np.unpackbits(masks_MW[batch.masks_R[row]].view(np.uint8), bitorder="little")
+                bits = np.unpackbits(masks_MW[settings["mask"]].view(np.uint8), bitorder="little")
                 token = next_allowed(token, bits[: self.vocabulary])
             tokens.append(token)
-            if batch.logprobs_R[row] >= 0:
-                logprobs[row] = logprobs_of(token, int(batch.logprobs_R[row]))
+            if settings["logprobs"] >= 0:
+                logprobs[row] = logprobs_of(token, int(settings["logprobs"]))
         return RunnerOutput(np.array(tokens, np.int32), logprobs)
 
 

@@ -87,12 +87,12 @@ def test_unpack_gives_back_what_was_packed(items: list[SequenceSlice]) -> None:
 
 def check_row(batch: StepBatch, row: int, item: SequenceSlice) -> None:
     assert item.sampling is not None
-    wanted = item.sampling
-    for column in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "seed"):
-        assert getattr(batch, f"{column}_R")[row] == getattr(wanted, column), column
-    assert batch.presence_penalty_R[row] == wanted.presence_penalty
-    assert batch.sample_position_R[row] == item.start + len(item.tokens)
-    assert batch.logprobs_R[row] == (-1 if wanted.logprobs is None else wanted.logprobs)
+    wanted, settings = item.sampling, batch.sampling_R[row]
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+    for column in ("temperature", "top_k", "top_p", "min_p", *penalties, "seed"):
+        assert settings[column] == getattr(wanted, column), column
+    assert settings["position"] == item.start + len(item.tokens)
+    assert settings["logprobs"] == (-1 if wanted.logprobs is None else wanted.logprobs)
     start, end = batch.history_starts_R1[row : row + 2].tolist()
     assert batch.history_H[start:end].tolist() == ([] if item.history is None else [item.history[1], *item.history[0]])
     start, end = batch.bias_starts_R1[row : row + 2].tolist()
@@ -103,7 +103,7 @@ def check_row(batch: StepBatch, row: int, item: SequenceSlice) -> None:
 def test_step_without_rows_to_sample_has_empty_row_sections() -> None:
     batch = unpack_step(pack_step([SequenceSlice([1, 2, 3], 0, [5])], BLOCK_TOKENS))
     assert batch.rows_R.tolist() == []
-    assert batch.sampling_R12.shape == (0, 12)
+    assert batch.sampling_R.shape == (0,)
     assert batch.history_starts_R1.tolist() == [0]
     assert batch.bias_starts_R1.tolist() == [0]
 
