@@ -54,7 +54,7 @@ def measure() -> tuple[float, float]:
             scheduler.intake.add(door.sequences(submit, 1, 0.0))
         began = time.process_time()
         while loop.turn():
-            scheduler.intake.outputs.take()
+            scheduler.intake.take_outputs()
         return time.process_time() - began
 
     run(2, 40, 4)

@@ -109,7 +109,7 @@ class Numbers:
 def step(loop: StepLoop, scheduler: Scheduler) -> int:
     """One turn of the replica's loop without sockets; the sequences that sampled."""
     loop.turn()
-    return sum(len(progress.ids) for progress in scheduler.intake.outputs.take().values())
+    return sum(len(progress.ids) for progress in scheduler.intake.take_outputs().values())
 
 
 def measure(

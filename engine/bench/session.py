@@ -157,7 +157,7 @@ class BenchSession:
     def turn(self) -> bool:
         """Runs one turn of the replica's loop and takes its outputs. Returns False when nothing was left to do."""
         worked = self._loop.turn()
-        for progress in self._scheduler.intake.outputs.take().values():
+        for progress in self._scheduler.intake.take_outputs().values():
             now = time.perf_counter()
             for number in progress.ids:
                 self.streams[number].token_s.append(now)

@@ -80,7 +80,7 @@ def publish_prefixes(loop: StepLoop, scheduler: Scheduler | EncoderScheduler, se
         scheduler.intake.add([sequence])
         while loop.turn():
             pass
-    scheduler.intake.outputs.take()
+    scheduler.intake.take_outputs()
     for number, sequence in enumerate(sequences):
         if not scheduler.kv.publish(sequence):
             raise InvalidPublicPrefix(f"public_prefixes[{number}] could not be computed by this model: change it")

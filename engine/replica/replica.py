@@ -184,7 +184,7 @@ class Replica:
         """Sends each connection its outputs, rejects, and how a placement ended; and the load at such an end, when
         sequences came or went, or when half a second is over."""
         changed = False
-        for owner, outputs in self._scheduler.intake.outputs.take().items():
+        for owner, outputs in self._scheduler.intake.take_outputs().items():
             changed = changed or bool(outputs.started or outputs.finished)
             if self._tracer is not None:
                 self._tracer.observe(owner, outputs)

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from engine.log import log
-from engine.protocol.frames import PoolingOutput, ReplicaLoad
+from engine.protocol.frames import ReplicaLoad
 from engine.protocol.types import FinishReason
 from engine.scheduling.fair_queue import PROMPT_TOKEN, AccountQueue, FairQueue
 from engine.scheduling.intake import Intake
@@ -81,9 +81,7 @@ class EncoderScheduler:
                 log("not_finite", computed=tokens)
                 self._end(text, FinishReason.ERROR, NOT_FINITE)
                 continue
-            outputs = self.intake.outputs.of_owner(text.owner)
-            outputs.vectors.append(PoolingOutput(text.id, vector.astype("<f4").tobytes()))
-            self._end(text, FinishReason.STOP)
+            self.intake.end_with_vector(text, vector)
         self._waiting.observe(served, took_s)
         self._steps += 1
         self._max_rows = min(self._config.step_tokens, self._max_rows + max(1, self._max_rows // 16))

@@ -2,14 +2,25 @@
 what a sequence needs in order to run.
 """
 
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.protocol.frames import ReplicaLoad, SequenceFinished, SequenceStarted
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.protocol.frames import (
+    PoolingOutput,
+    ReplicaLoad,
+    SequenceFinished,
+    SequenceStarted,
+    StepOutputs,
+    TokenLogprobs,
+)
 from engine.protocol.types import FinishReason
-from engine.scheduling.outputs import OutputCollector
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.waiting import WaitingQueue
 
@@ -20,12 +31,28 @@ class EndSequence(Protocol):
     def __call__(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None: ...
 
 
+@dataclass(slots=True)
+class PendingOutputs:
+    """What one owner has not been sent yet: a StepOutputs in the making."""
+
+    ids: list[int] = field(default_factory=list)  # one for each token
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))
+    started: list[SequenceStarted] = field(default_factory=list)
+    finished: list[SequenceFinished] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    vectors: list[PoolingOutput] = field(default_factory=list)
+
+    def build(self) -> StepOutputs:
+        counts, tokens = [1] * len(self.ids), self.tokens.tobytes()
+        return StepOutputs(self.ids, counts, tokens, self.started, self.finished, self.logprobs, self.vectors)
+
+
 class Intake:
     """The side of a scheduler that faces connections; both schedulers have one.
 
     admitting  whether waiting sequences may start.
     waiting    the queues, and all sequences that have not ended.
-    outputs    what owners are sent next, beside the rejects of `waiting`.
+    outputs    what each owner is sent next, to be added to until it is taken, beside the rejects of `waiting`.
     counters   those of `waiting` too; they only grow.
     """
 
@@ -41,7 +68,7 @@ class Intake:
         WaitingQueue."""
         self.admitting = True
         self.waiting = WaitingQueue(max_waiting, work, clock)
-        self.outputs = OutputCollector()
+        self.outputs: defaultdict[int, PendingOutputs] = defaultdict(PendingOutputs)
         self.counters: Counter[str] = self.waiting.counters
         self._end = end
         self._refuse = refuse
@@ -73,7 +100,7 @@ class Intake:
     def drop(self, owner: int) -> None:
         """Ends all sequences of an owner that has left, and discards its outputs."""
         self.cancel(owner, [id for other, id in self.waiting.sequences if other == owner])
-        self.outputs.forget(owner)
+        self.outputs.pop(owner, None)
 
     def fail(self, sequences: Iterable[Sequence], message: str) -> None:
         """Ends these sequences with an error, except those that have ended."""
@@ -90,14 +117,25 @@ class Intake:
     def report_first_start(self, sequence: Sequence) -> None:
         """Counts and reports that a sequence runs for the first time."""
         waited_ms = self.waiting.first_start(sequence)
-        started = SequenceStarted(sequence.id, sequence.computed, waited_ms)
-        self.outputs.of_owner(sequence.owner).started.append(started)
+        self.outputs[sequence.owner].started.append(SequenceStarted(sequence.id, sequence.computed, waited_ms))
 
     def report_end(self, sequence: Sequence, reason: FinishReason, message: str) -> None:
         """Counts and reports the end of a sequence."""
         self.counters[f"finished_{reason}"] += 1
         finished = SequenceFinished(sequence.id, reason, sequence.emitted, message)
-        self.outputs.of_owner(sequence.owner).finished.append(finished)
+        self.outputs[sequence.owner].finished.append(finished)
+
+    def end_with_vector(self, sequence: Sequence, vector_H: NDArray[np.float32]) -> None:
+        """Reports the vector of a sequence's prompt, which is all that was requested, and ends it."""
+        vector = PoolingOutput(sequence.id, vector_H.astype("<f4").tobytes())
+        self.outputs[sequence.owner].vectors.append(vector)
+        self._end(sequence, FinishReason.STOP)
+
+    def take_outputs(self) -> dict[int, StepOutputs]:
+        """All outputs by owner. Each is returned once."""
+        outputs = {owner: pending.build() for owner, pending in self.outputs.items()}
+        self.outputs.clear()
+        return outputs
 
     def queue_load(self, steps: int, draining: bool) -> ReplicaLoad:
         """How full the queues are. A scheduler with a KV pool adds its blocks."""

@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from engine.log import log
-from engine.protocol.frames import PoolingOutput, ReplicaLoad, TokenLogprobs
+from engine.protocol.frames import ReplicaLoad, TokenLogprobs
 from engine.protocol.types import FinishReason
 from engine.scheduling.admission import PrefillAdmission
 from engine.scheduling.best_effort import BestEffortBudget
@@ -127,7 +127,8 @@ class Scheduler:
             if computed // self._block_tokens > sequence.shared_blocks:
                 self._cache(sequence)
             if row >= 0 and sequence.pooling is not None:
-                self._report_vector(sequence, sampled, row)
+                assert sampled.vectors_RH is not None, "the runner gives no vectors"
+                self.intake.end_with_vector(sequence, sampled.vectors_RH[row])
             elif row >= 0:
                 self._report_token(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         self._waiting.observe(self._served_tokens + GENERATED_TOKEN * len(tokens_R), took_s)
@@ -384,7 +385,7 @@ class Scheduler:
     ) -> None:
         sequence.tokens.append(token)
         sequence.account_queue.level += sequence.account_queue.generated_cost
-        outputs = self.intake.outputs.of_owner(sequence.owner)
+        outputs = self.intake.outputs[sequence.owner]
         outputs.ids.append(sequence.id)
         outputs.tokens.append(token)
         if logprobs is not None:
@@ -397,13 +398,6 @@ class Scheduler:
             self._end(sequence, FinishReason.STOP)
         elif len(sequence.tokens) >= sequence.max_total_tokens:
             self._end(sequence, FinishReason.LENGTH)
-
-    def _report_vector(self, sequence: Sequence, sampled: RunnerOutput, row: int) -> None:
-        """Ends a sequence whose prompt is computed, and whose vector is all that was requested."""
-        assert sampled.vectors_RH is not None, "the runner gives no vectors"
-        values = sampled.vectors_RH[row].astype("<f4").tobytes()
-        self.intake.outputs.of_owner(sequence.owner).vectors.append(PoolingOutput(sequence.id, values))
-        self._end(sequence, FinishReason.STOP)
 
     def _end_not_finite(self, sequence: Sequence) -> None:
         """Ends a sequence with an error. The blocks that it read are not matched again, except those that the sampled

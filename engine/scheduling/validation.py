@@ -28,7 +28,7 @@ SCOPE_BYTES: Final = 16
 WEIGHT_RANGE: Final = (0.001, 1000.0)
 UNLIMITED_SHARE: Final = CacheShare()
 _SEEDS: Final = 1 << 63
-_IDS_MAX: Final = 1 << 62
+_IDS: Final = 1 << 62
 
 
 class SubmitRejected(Exception):
@@ -68,14 +68,15 @@ class RequestValidator:
                 RejectReason.TOO_LONG,
                 f"the prompt has {len(tokens)} tokens; this model takes {self.max_total_tokens}, its output included",
             )
-        wait_s = submit.deadline_ms / 1e3 if submit.deadline_ms and not submit.terms.background else math.inf
+        scope, terms = submit.scope, submit.terms
+        wait_s = submit.deadline_ms / 1e3 if submit.deadline_ms and not terms.background else math.inf
         return [
             Sequence(
                 owner=owner,
                 id=submit.id + choice,
-                account=submit.scope.account or submit.scope.id,
-                namespace=self._namespace(submit),
-                retention=self._retention(submit),
+                account=scope.account or scope.id,
+                namespace=None if scope.kind == ScopeKind.REQUEST or not scope.id else self._namespace(scope),
+                retention=self._retention(scope, terms),
                 tokens=array("I", tokens.astype(np.uint32).tobytes()),
                 prompt_tokens=len(tokens),
                 max_total_tokens=min(len(tokens) + submit.max_tokens, self.max_total_tokens + 1 - output_tokens),
@@ -83,7 +84,7 @@ class RequestValidator:
                 sampling=_seeded(submit.sampling, choice),
                 stop_ids=self.stop_ids.union(submit.stop_ids),
                 arrived_s=now_s,
-                terms=submit.terms,
+                terms=terms,
                 first_id=submit.id,
                 choices=submit.n,
                 deadline_s=now_s + wait_s,
@@ -91,11 +92,7 @@ class RequestValidator:
             for choice in range(submit.n)
         ]
 
-    def _namespace(self, submit: Submit) -> Namespace | None:
-        scope = submit.scope
-        return None if scope.kind == ScopeKind.REQUEST or not scope.id else self._scoped_namespace(scope)
-
-    def _scoped_namespace(self, scope: Scope) -> Namespace:
+    def _namespace(self, scope: Scope) -> Namespace:
         return Namespace(
             model_revision=self.model_revision,
             adapter_revision="",
@@ -107,11 +104,10 @@ class RequestValidator:
             epoch=scope.epoch,
         )
 
-    def _retention(self, submit: Submit) -> RetentionPolicy:
-        terms = submit.terms
+    def _retention(self, scope: Scope, terms: SchedulingTerms) -> RetentionPolicy:
         floor = self.share.floor if terms.floor_blocks is None else terms.floor_blocks
         cap = self.share.cap if terms.cap_blocks is None else terms.cap_blocks
-        return RetentionPolicy(submit.scope.account or submit.scope.id, CacheShare(floor, cap), terms.keep_s)
+        return RetentionPolicy(scope.account or scope.id, CacheShare(floor, cap), terms.keep_s)
 
     def public_sequence(self, tokens: "array[int]") -> Sequence:
         """A sequence that computes a prefix for everybody. No Submit can name its scope."""
@@ -119,7 +115,7 @@ class RequestValidator:
             owner=0,
             id=0,
             account=b"",
-            namespace=self._scoped_namespace(Scope(ScopeKind.PUBLIC)),
+            namespace=self._namespace(Scope(ScopeKind.PUBLIC)),
             tokens=tokens[:],
             prompt_tokens=len(tokens),
             max_total_tokens=len(tokens) + 1,
@@ -130,30 +126,54 @@ class RequestValidator:
 
     def _validate(self, submit: Submit) -> None:
         """Raises SubmitRejected(INVALID) for what a correct gateway does not send."""
-        if not 0 <= submit.id < _IDS_MAX:
-            raise _invalid("id must be at least 0 and below 2**62")
         if not submit.tokens or len(submit.tokens) % 4:
             raise _invalid("tokens must be packed u32, at least one")
+        for name, value, low, high in _ranges(submit):
+            if value is not None and not (low <= value <= high and value < math.inf):
+                raise _invalid(
+                    f"{name} must be " + (f"{low:g} to {high:g}" if high < math.inf else f"at least {low:g}")
+                )
         for name, key in (("id", submit.scope.id), ("account", submit.scope.account)):
             if len(key) not in (0, SCOPE_BYTES):
                 raise _invalid(f"scope.{name} must have {SCOPE_BYTES} bytes or none")
-        if not 1 <= submit.n <= CHOICES_MAX:
-            raise _invalid(f"n must be 1 to {CHOICES_MAX}")
-        if submit.max_tokens < 1:
-            raise _invalid("max_tokens must be at least 1")
-        if len(submit.stop_ids) > STOP_IDS_MAX:
-            raise _invalid(f"at most {STOP_IDS_MAX} stop_ids")
-        if submit.deadline_ms < 0:
-            raise _invalid("deadline_ms must be at least 0")
         if submit.pooling not in (self.poolings or {None}):
             raise _invalid(f"pooling must be one of {sorted(self.poolings)}, of a model without any it must be unset")
         if submit.pooling is not None and submit.grammar is not None:
             raise _invalid("with pooling there is no grammar")
         if submit.pooling is not None and (submit.n, submit.max_tokens) != (1, 1):
             raise _invalid("with pooling, n and max_tokens are 1")
-        problem = _terms_problem(submit.terms) or _sampling_problem(submit.sampling, self.vocabulary)
-        if problem:
-            raise _invalid(problem)
+        for token, bias in submit.sampling.logit_bias.items():
+            if not 0 <= token < self.vocabulary or not math.isfinite(bias):
+                raise _invalid("logit_bias must map token ids of the vocabulary to finite numbers")
+
+
+def _ranges(submit: Submit) -> tuple[tuple[str, float | None, float, float], ...]:
+    """The numbers of a Submit, None where one is unset, and their ranges: what a packed step can carry and a sampler
+    can use. None may be infinite."""
+    terms, sampling = submit.terms, submit.sampling
+    return (
+        ("id", submit.id, 0, _IDS - 1),
+        ("n", submit.n, 1, CHOICES_MAX),
+        ("max_tokens", submit.max_tokens, 1, math.inf),
+        ("the number of stop_ids", len(submit.stop_ids), 0, STOP_IDS_MAX),
+        ("deadline_ms", submit.deadline_ms, 0, math.inf),
+        ("weight", terms.weight, *WEIGHT_RANGE),
+        ("sequences", terms.sequences, 1, math.inf),
+        ("blocks", terms.blocks, 1, math.inf),
+        ("floor_blocks", terms.floor_blocks, 0, math.inf),
+        ("cap_blocks", terms.cap_blocks, 0, math.inf),
+        ("keep_s", terms.keep_s, 0, math.inf),
+        ("temperature", sampling.temperature, 0, 1e4),
+        ("top_k", sampling.top_k, 0, 2**31 - 1),
+        ("top_p", sampling.top_p, 0, 1),
+        ("min_p", sampling.min_p, 0, 1),
+        ("repetition_penalty", sampling.repetition_penalty, 1e-4, 1e4),
+        ("frequency_penalty", sampling.frequency_penalty, -1e4, 1e4),
+        ("presence_penalty", sampling.presence_penalty, -1e4, 1e4),
+        ("seed", sampling.seed, 0, _SEEDS - 1),
+        ("logprobs", sampling.logprobs, 0, LOGPROBS_MAX),
+        ("the number of entries of logit_bias", len(sampling.logit_bias), 0, BIASES_MAX),
+    )
 
 
 def _invalid(message: str) -> SubmitRejected:
@@ -165,45 +185,3 @@ def _seeded(sampling: SamplingParams, choice: int) -> SamplingParams:
     if not choice:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + choice) % _SEEDS)
-
-
-def _terms_problem(terms: SchedulingTerms) -> str:
-    """What is out of range, or nothing."""
-    low, high = WEIGHT_RANGE
-    if not low <= terms.weight <= high:
-        return f"weight must be {low:g} to {high:g}"
-    for name, cap in (("sequences", terms.sequences), ("blocks", terms.blocks)):
-        if cap is not None and cap < 1:
-            return f"{name} must be at least 1"
-    for name, bound in (
-        ("floor_blocks", terms.floor_blocks),
-        ("cap_blocks", terms.cap_blocks),
-        ("keep_s", terms.keep_s),
-    ):
-        if bound is not None and not 0 <= bound < math.inf:
-            return f"{name} must be at least 0"
-    return ""
-
-
-def _sampling_problem(sampling: SamplingParams, vocabulary: int) -> str:
-    """What is out of range, or nothing. The ranges are what a packed step can carry and a sampler can use."""
-    numbers = (
-        ("temperature", sampling.temperature, 0.0, 1e4),
-        ("top_k", sampling.top_k, 0, 2**31 - 1),
-        ("top_p", sampling.top_p, 0.0, 1.0),
-        ("min_p", sampling.min_p, 0.0, 1.0),
-        ("repetition_penalty", sampling.repetition_penalty, 1e-4, 1e4),
-        ("frequency_penalty", sampling.frequency_penalty, -1e4, 1e4),
-        ("presence_penalty", sampling.presence_penalty, -1e4, 1e4),
-        ("seed", sampling.seed, 0, _SEEDS - 1),
-        ("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX),
-    )
-    for name, value, low, high in numbers:
-        if not low <= value <= high:
-            return f"{name} must be {low:g} to {high:g}"
-    if len(sampling.logit_bias) > BIASES_MAX:
-        return f"at most {BIASES_MAX} entries of logit_bias"
-    for token, bias in sampling.logit_bias.items():
-        if not 0 <= token < vocabulary or not math.isfinite(bias):
-            return "logit_bias must map token ids of the vocabulary to finite numbers"
-    return ""

@@ -67,7 +67,7 @@ class Turns:
     def run(self) -> dict[int, list[int]]:
         while (plan := self.scheduler.next_batch()) is not None:
             self.scheduler.commit(plan, self.runner.executor.launch(plan.packed).wait())
-            for progress in self.scheduler.intake.outputs.take().values():
+            for progress in self.scheduler.intake.take_outputs().values():
                 for id, token in zip(progress.ids, array("I", progress.tokens), strict=True):
                     self.texts[id].append(token)
             self.scheduler.check()

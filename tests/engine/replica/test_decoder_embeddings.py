@@ -52,7 +52,7 @@ class Served:
         found, finished = {}, {}
         while self.loop.turn():
             self.scheduler.check()
-            for progress in self.scheduler.intake.outputs.take().values():
+            for progress in self.scheduler.intake.take_outputs().values():
                 assert not progress.ids, "a vector's prompt writes nothing"
                 self.cached |= {started.id: started.cached_tokens for started in progress.started}
                 found |= {vector.id: np.frombuffer(vector.values, "<f4") for vector in progress.vectors}

@@ -42,7 +42,7 @@ class Served:
 
     def ends(self) -> dict[tuple[int, int], FinishReason]:
         self.scheduler.check()
-        outputs = self.intake.outputs.take()
+        outputs = self.intake.take_outputs()
         return {(owner, end.id): end.reason for owner, output in outputs.items() for end in output.finished}
 
 
@@ -75,7 +75,7 @@ def test_a_dropped_owner_is_sent_nothing_and_others_go_on(served: Served) -> Non
         served.add(7, owner)
     assert served.scheduler.next_batch() is not None
     served.intake.drop(1)
-    assert served.intake.outputs.take().keys() == {2}
+    assert served.intake.take_outputs().keys() == {2}
     assert [sequence.owner for sequence in served.intake.waiting.sequences.values()] == [2]
 
 
@@ -83,7 +83,7 @@ def test_end_all_ends_everything_with_its_message(served: Served) -> None:
     served.add(1)
     served.add(2)
     served.intake.end_all("over")
-    outputs = served.intake.outputs.take()
+    outputs = served.intake.take_outputs()
     assert [(end.id, end.reason, end.message) for end in outputs[1].finished] == [
         (1, FinishReason.ERROR, "over"),
         (2, FinishReason.ERROR, "over"),

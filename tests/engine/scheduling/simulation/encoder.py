@@ -129,7 +129,7 @@ class Simulation:
         return turned
 
     def listen(self) -> None:
-        for owner, progress in self.scheduler.intake.outputs.take().items():
+        for owner, progress in self.scheduler.intake.take_outputs().items():
             assert owner not in self.gone, "somebody is told who is gone"
             assert not progress.ids
             for started in progress.started:

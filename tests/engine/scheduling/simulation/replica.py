@@ -376,7 +376,7 @@ class Simulation:
     def listen(self) -> None:
         """Takes the news and checks everything."""
         self.seconds += 1
-        for owner, progress in self.scheduler.intake.outputs.take().items():
+        for owner, progress in self.scheduler.intake.take_outputs().items():
             assert owner not in self.gone, "news for an owner that is gone"
             self._hear(owner, progress)
         for sequence, reject in self.scheduler.intake.waiting.take_rejects():

@@ -153,11 +153,11 @@ def test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits() -> None:
 def test_the_eviction_gate_fails_where_each_scope_counts_for_itself_and_floors_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = "RetentionPolicy(submit.scope.account or submit.scope.id, CacheShare(floor, cap), terms.keep_s)"
+    right = "RetentionPolicy(scope.account or scope.id, CacheShare(floor, cap), terms.keep_s)"
     install_broken(
         "scheduling.validation",
         right,
-        "RetentionPolicy(submit.scope.id, CacheShare(0, cap), terms.keep_s)",
+        "RetentionPolicy(scope.id, CacheShare(0, cap), terms.keep_s)",
         monkeypatch,
     )
     with pytest.raises(AssertionError):
@@ -399,7 +399,7 @@ def test_a_block_that_was_freed_under_its_reader_ends_it_before_it_is_read() -> 
     (other,) = simulation.submit(2, words(6, 2), OTHER, max_tokens=3)
     while not simulation.loop.idle:  # without the account's own check, which has noticed already
         simulation.loop.turn()
-        for owner, progress in simulation.scheduler.intake.outputs.take().items():
+        for owner, progress in simulation.scheduler.intake.take_outputs().items():
             simulation._hear(owner, progress)
     assert victim.finish is not None
     assert (victim.finish.reason, victim.finish.message) == (FinishReason.ERROR, STALE_BLOCKS)
@@ -424,7 +424,7 @@ def test_a_stale_block_of_the_tree_is_read_by_nobody() -> None:
     (victim,) = simulation.submit(2, words(22), TENANT, max_tokens=3)
     while not simulation.loop.idle:
         simulation.loop.turn()
-        for owner, progress in simulation.scheduler.intake.outputs.take().items():
+        for owner, progress in simulation.scheduler.intake.take_outputs().items():
             simulation._hear(owner, progress)
     assert victim.finish is not None
     assert victim.finish.message == STALE_BLOCKS

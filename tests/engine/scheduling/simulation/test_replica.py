@@ -203,7 +203,7 @@ BREAKS = {
     ),
     "the background expires": (
         "scheduling.validation",
-        "submit.deadline_ms and not submit.terms.background",
+        "submit.deadline_ms and not terms.background",
         "submit.deadline_ms",
     ),
     "a text is not told to its matcher": ("scheduling.scheduler", "else matcher.accept(token)", 'else ""'),
