@@ -100,13 +100,17 @@ class FairQueue(Generic[Item]):
     While two accounts both take turns, what they were served for their weight drifts apart by no more than CREDIT, the
     largest prompt of each and what their running items generate. Costs: O(log eligible accounts) for the next item and
     for each account that is skipped; a scan of them where an account becomes eligible.
+
+    running_accounts  the accounts of which something runs.
+    eligible          the accounts that wait for a turn and may have one, each with the number of the heap's entry that
+                      counts.
     """
 
     def __init__(self, order: Callable[[Item], int]) -> None:
         self._order = order
         self._accounts: dict[bytes, AccountQueue[Item]] = {}
-        self._running: dict[AccountQueue[Item], None] = {}
-        self._eligible: dict[AccountQueue[Item], int] = {}  # and the number of the heap's entry that counts
+        self.running_accounts: dict[AccountQueue[Item], None] = {}
+        self.eligible: dict[AccountQueue[Item], int] = {}
         self._heap: list[tuple[float, int, AccountQueue[Item]]] = []  # the priority as it was when it was pushed
         self._pushed = 0
         self._max_level = 0.0  # no level was above it when none waited last
@@ -114,16 +118,6 @@ class FairQueue(Generic[Item]):
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def eligible(self) -> Iterable[AccountQueue[Item]]:
-        """The accounts that wait for a turn and may have one."""
-        return self._eligible.keys()
-
-    @property
-    def running_accounts(self) -> Iterable[AccountQueue[Item]]:
-        """The accounts of which something runs."""
-        return self._running.keys()
 
     def account_queue(self, name: bytes, terms: SchedulingTerms) -> AccountQueue[Item]:
         """The account's queue, under these terms from now on."""
@@ -134,7 +128,7 @@ class FairQueue(Generic[Item]):
         elif account.terms != terms:
             account.set_terms(terms)
             account.at_cap = False
-            self._eligible.pop(account, None)
+            self.eligible.pop(account, None)
             self._refresh(account)
         return account
 
@@ -156,7 +150,7 @@ class FairQueue(Generic[Item]):
         item, skipped = None, []
         while item is None and self._heap:
             priority, number, account = self._heap[0]
-            if self._eligible.get(account) != number:
+            if self.eligible.get(account) != number:
                 heappop(self._heap)
             elif priority < account.priority:  # one only grows, or is pushed anew: the first current one is the least
                 heapreplace(self._heap, (account.priority, number, account))
@@ -169,7 +163,7 @@ class FairQueue(Generic[Item]):
     def start(self, account: AccountQueue[Item], item: Item) -> None:
         """Takes an item out of the queue: it runs from now on."""
         account.running += 1
-        self._running[account] = None
+        self.running_accounts[account] = None
         self.remove(account, item)
 
     def remove(self, account: AccountQueue[Item], item: Item) -> None:
@@ -185,7 +179,7 @@ class FairQueue(Generic[Item]):
         """Notes that an item of the account runs no longer."""
         account.running -= 1
         if not account.running:
-            del self._running[account]
+            del self.running_accounts[account]
         self._refresh(account)
 
     def remove_blocks(self, account: AccountQueue[Item], pages: Iterable[int]) -> None:
@@ -203,7 +197,7 @@ class FairQueue(Generic[Item]):
     def add_pending(self, account: AccountQueue[Item], tokens: int) -> None:
         """Adds tokens of a prompt that will be computed; a negative number: that never will."""
         account.pending_tokens += tokens
-        if tokens < 0 and account in self._eligible:
+        if tokens < 0 and account in self.eligible:
             self._push(account)
 
     def work_ahead(self, account: AccountQueue[Item], done_share: float) -> float:
@@ -212,7 +206,7 @@ class FairQueue(Generic[Item]):
         level = max(account.priority, self._entry_level(account)) + own / account.terms.weight
         return own + sum(
             min(done_share * other.work, max(0.0, level - other.priority) * other.terms.weight)
-            for other in self._eligible
+            for other in self.eligible
             if other is not account
         )
 
@@ -229,16 +223,16 @@ class FairQueue(Generic[Item]):
     def _refresh(self, account: AccountQueue[Item]) -> None:
         """Makes an account eligible, or no longer."""
         if not account.is_eligible:
-            self._eligible.pop(account, None)
-        elif account not in self._eligible:
+            self.eligible.pop(account, None)
+        elif account not in self.eligible:
             account.level = max(account.level, self._entry_level(account))
             self._push(account)
 
     def _entry_level(self, account: AccountQueue[Item]) -> float:
         """The level that an account is lifted to when it becomes eligible."""
         credit = CREDIT / account.terms.weight
-        if self._eligible:
-            return min(other.level for other in self._eligible) - credit
+        if self.eligible:
+            return min(other.level for other in self.eligible) - credit
         self._max_level = max(self._max_level, max((other.level for other in self._accounts.values()), default=0.0))
         for name in [name for name, other in self._accounts.items() if other.is_idle and other is not account]:
             del self._accounts[name]  # it would be lifted
@@ -246,10 +240,10 @@ class FairQueue(Generic[Item]):
 
     def _push(self, account: AccountQueue[Item]) -> None:
         self._pushed += 1
-        self._eligible[account] = self._pushed
+        self.eligible[account] = self._pushed
         heappush(self._heap, (account.priority, self._pushed, account))
-        if len(self._heap) > 64 + 2 * len(self._eligible):
-            self._heap = [entry for entry in self._heap if self._eligible.get(entry[2]) == entry[1]]
+        if len(self._heap) > 64 + 2 * len(self.eligible):
+            self._heap = [entry for entry in self._heap if self.eligible.get(entry[2]) == entry[1]]
             heapify(self._heap)
 
     def _drop_idle(self) -> None:
@@ -259,7 +253,7 @@ class FairQueue(Generic[Item]):
         idle = sorted((other.level, name) for name, other in self._accounts.items() if other.is_idle)
         if len(idle) < _IDLE_ACCOUNTS_MAX:
             return
-        lowest = min((other.level for other in self._eligible), default=0.0)
+        lowest = min((other.level for other in self.eligible), default=0.0)
         below = sum(level <= lowest for level, _ in idle)
         for _, name in idle[: max(below, len(idle) // 2)]:
             del self._accounts[name]
@@ -267,14 +261,14 @@ class FairQueue(Generic[Item]):
     def check(self) -> None:
         accounts = self._accounts.values()
         assert self._length == sum(len(each.waiting) + len(each.resuming) for each in accounts)
-        assert {each for each in accounts if each.is_eligible} == self._eligible.keys(), "the wrong accounts wait"
-        numbers = [number for _, number, each in self._heap if self._eligible.get(each) == number]
-        assert sorted(numbers) == sorted(self._eligible.values()), "an account has no turn, or two"
+        assert {each for each in accounts if each.is_eligible} == self.eligible.keys(), "the wrong accounts wait"
+        numbers = [number for _, number, each in self._heap if self.eligible.get(each) == number]
+        assert sorted(numbers) == sorted(self.eligible.values()), "an account has no turn, or two"
         for each in accounts:
             assert min(each.running, each.pending_tokens) >= 0
             assert list(each.resuming) == sorted(each.resuming, key=self._order)
             assert abs(each.work - sum([*each.waiting.values(), *each.resuming.values()])) < 1e-6 * (1 + each.work)
-        assert self._running.keys() == {each for each in accounts if each.running}
+        assert self.running_accounts.keys() == {each for each in accounts if each.running}
         assert sum(each.is_idle for each in accounts) <= _IDLE_ACCOUNTS_MAX
 
 

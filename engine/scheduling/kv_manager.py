@@ -96,8 +96,16 @@ class KVManager:
 
     def lease_prefix(self, sequence: Sequence) -> PrefixMatch:
         """Leases the longest cached prefix of a sequence that holds nothing: `allocate` or `cancel_lease` follows."""
-        public = self.public_prefixes.find(sequence.tokens[:-1])
-        pages = [*public, *self._lease(sequence, public)]
+        public, namespace = self.public_prefixes.find(sequence.tokens[:-1]), sequence.namespace
+        pages = [*public]
+        if namespace is not None:
+            if public:  # what lies behind these was only ever read behind them
+                namespace = namespace._replace(behind=self.public_prefixes.pages[public[-1]])
+            tokens = sequence.tokens[len(public) * self.block_tokens : -1]
+            sequence.lease = lease = self.tree.match(namespace, tokens, sequence.retention)
+            if sequence.terms.erase:
+                self.pool.mark_secret(lease.blocks)
+            pages += lease.blocks
         return PrefixMatch(pages, len(public), self.blocks_for(len(sequence.tokens)) - len(pages))
 
     def cancel_lease(self, sequence: Sequence, match: PrefixMatch, short: bool) -> None:
@@ -283,19 +291,6 @@ class KVManager:
         self._compared_version = -1
 
     # Inside
-
-    def _lease(self, sequence: Sequence, public: list[int]) -> list[int]:
-        """The longest cached prefix behind the public blocks: it was only ever read behind these."""
-        if sequence.namespace is None:
-            return []
-        namespace = sequence.namespace
-        if public:
-            namespace = namespace._replace(behind=self.public_prefixes.pages[public[-1]])
-        tokens = sequence.tokens[len(public) * self.block_tokens : -1]
-        sequence.lease = lease = self.tree.match(namespace, tokens, sequence.retention)
-        if sequence.terms.erase:
-            self.pool.mark_secret(lease.blocks)
-        return lease.blocks
 
     def _take(self, count: int, secret: bool) -> list[int]:
         """So many pages, evicting from the tree what is missing. Only after asking `available_blocks`."""

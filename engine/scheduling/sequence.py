@@ -37,7 +37,6 @@ class GrammarMatcher(Protocol):
 
     def accept(self, token: int) -> str:
         """Takes the token that was sampled for the text. Returns what is wrong where it cannot go on, or nothing."""
-        ...
 
 
 class GrammarCompilation(Protocol):
@@ -47,7 +46,6 @@ class GrammarCompilation(Protocol):
 
     def new_matcher(self, stop_ids: frozenset[int]) -> GrammarMatcher:
         """A matcher for a text that these tokens end. Raises SubmitRejected where the grammar could not be compiled."""
-        ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

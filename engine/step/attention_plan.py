@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from engine.step.layout import SPARE_WORD, Int32s, StepBatch
 
+Int64s = NDArray[np.int64]
 WINDOWS_MAX: Final = 8  # header words that are left for them
 ENTRY_WORDS: Final = 8
 HEAD_WORDS: Final = 8
@@ -78,11 +79,10 @@ def plan_attention(packed: Int32s, batch: StepBatch, layout: AttentionLayout) ->
     at, wide = len(packed), False
     for index, window in enumerate(layout.windows):
         work = _Work(batch, window, layout)
-        words = work.words(at)
         packed[SPARE_WORD + index] = at
-        at += len(words)
+        parts.append(work.words(at))
+        at += len(parts[-1])
         wide = wide or work.wide
-        parts.append(words)
     return AttentionPlan(np.concatenate(parts), wide)
 
 
@@ -91,15 +91,15 @@ class _Wide:
     """Wide entries before they are divided: entry e stacks rows_M[starts_E[e] :] of the step, counts_E[e] of them.
     Rows of prompts come first, and none of them is in two entries."""
 
-    rows_M: NDArray[np.int64]
-    counts_E: NDArray[np.int64]
-    slice_E: NDArray[np.int64]
-    first_E: NDArray[np.int64]
-    last_E: NDArray[np.int64]
-    hidden_E: NDArray[np.int64]
+    rows_M: Int64s
+    counts_E: Int64s
+    slice_E: Int64s
+    first_E: Int64s
+    last_E: Int64s
+    hidden_E: Int64s
 
     @property
-    def starts_E(self) -> NDArray[np.int64]:
+    def starts_E(self) -> Int64s:
         return np.cumsum(self.counts_E) - self.counts_E
 
 
@@ -157,16 +157,13 @@ class _Work:
         table = [np.stack((count_E, self._prompts[owner_E], first_E, last_E, np.ones_like(low_E)), 1)]
         begin = 0
         for index, first, last, end in self._segments.tolist():
-            members = batch.query_starts_S1[batch.members_M[begin:end]].astype(np.int64)
-            rows.append(members)
-            counts = [min(wide_rows, len(members) - low) for low in range(0, len(members), wide_rows)]
+            rows.append(batch.query_starts_S1[batch.members_M[begin:end]].astype(np.int64))
+            counts = [min(wide_rows, end - low) for low in range(begin, end, wide_rows)]
             table.append(np.array([(count, index, first, last, 0) for count in counts], np.int64))
             begin = end
         return _Wide(np.concatenate(rows), *np.concatenate(table).T)
 
-    def _slots_of(
-        self, divisions: NDArray[np.int64], wide: _Wide, wide_divisions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def _slots_of(self, divisions: Int64s, wide: _Wide, wide_divisions: Int64s) -> Int64s:
         """How many partial results each row has; 0 for an only one, which is the result."""
         count_T = np.zeros(len(self._batch.tokens_T), np.int64)
         count_T[self._batch.query_starts_S1[self._singles]] = divisions
@@ -175,9 +172,8 @@ class _Work:
         return count_T
 
     def _lay(
-        self, contexts: NDArray[np.int64], firsts: NDArray[np.int64], divisions: NDArray[np.int64], wide: _Wide,
-        wide_divisions: NDArray[np.int64], slots_T: NDArray[np.int64],
-    ) -> None:  # fmt: skip
+        self, contexts: Int64s, firsts: Int64s, divisions: Int64s, wide: _Wide, wide_divisions: Int64s, slots_T: Int64s
+    ) -> None:
         base_T = np.cumsum(slots_T) - slots_T
         before_M, used_T = self._slots_before(wide, wide_divisions)
         entry_X = np.repeat(np.arange(len(wide.counts_E)), wide_divisions)
@@ -186,23 +182,17 @@ class _Work:
         member_Y = _ranges(wide.starts_E[entry_X], count_X)
         row_Y = wide.rows_M[member_Y]
         slot_Y = base_T[row_Y] + before_M[member_Y] + np.repeat(part_X, count_X)
-        self._members = np.stack((row_Y, np.where(slots_T[row_Y] == 0, -1, slot_Y)), 1).astype(np.int32)
+        self._members = _table(row_Y, np.where(slots_T[row_Y] == 0, -1, slot_Y))
         first_X, keys_X = wide.first_E[entry_X], (wide.last_E - wide.first_E)[entry_X]
-        entries = np.zeros((len(entry_X), ENTRY_WORDS), np.int32)
-        entries[:, 0] = np.cumsum(count_X) - count_X
-        entries[:, 1] = count_X
-        entries[:, 2] = wide.slice_E[entry_X]
-        entries[:, 3], entries[:, 4] = _part(first_X, keys_X, part_X, parts_X)
-        entries[:, 5] = wide.hidden_E[entry_X]
-        self._wide = entries[_order(entries[:, 4] - entries[:, 3], self._layout.wide_programs, self._layout)]
+        begin_X, end_X = _part(first_X, keys_X, part_X, parts_X)
+        starts_X, slice_X, hidden_X = np.cumsum(count_X) - count_X, wide.slice_E[entry_X], wide.hidden_E[entry_X]
+        entries = _table(starts_X, count_X, slice_X, begin_X, end_X, hidden_X, 0, 0)
+        self._wide = entries[_order(end_X - begin_X, self._layout.wide_programs, self._layout)]
         merged = np.flatnonzero((used_T > 0) & (slots_T > 0))
-        self._merge = np.zeros((len(merged), 4), np.int32)
-        self._merge[:, 0], self._merge[:, 1], self._merge[:, 2] = merged, base_T[merged], slots_T[merged]
+        self._merge = _table(merged, base_T[merged], slots_T[merged], 0)
         self._narrow = self._narrow_entries(contexts, firsts, divisions, slots_T, base_T, used_T)
 
-    def _slots_before(
-        self, wide: _Wide, wide_divisions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _slots_before(self, wide: _Wide, wide_divisions: Int64s) -> tuple[Int64s, Int64s]:
         """For each member how many slots of its row belong to entries before its own; for each row, to all of them. A
         single row's own keys come after its segments."""
         used_T = np.zeros(len(self._batch.tokens_T), np.int64)
@@ -210,30 +200,26 @@ class _Work:
         prompts = int(wide.hidden_E.sum())
         of_prompts = int(wide.counts_E[:prompts].sum())
         used_T[wide.rows_M[:of_prompts]] = np.repeat(wide_divisions[:prompts], wide.counts_E[:prompts])
-        for entry in range(prompts, len(wide.counts_E)):
-            start = wide.starts_E[entry]
-            rows = wide.rows_M[start : start + wide.counts_E[entry]]
-            before_M[start : start + len(rows)] = used_T[rows]
-            used_T[rows] += wide_divisions[entry]
+        table = (wide.starts_E[prompts:], wide.counts_E[prompts:], wide_divisions[prompts:])
+        for start, count, divisions in np.stack(table, 1).tolist():
+            rows = wide.rows_M[start : start + count]
+            before_M[start : start + count] = used_T[rows]
+            used_T[rows] += divisions
         return before_M, used_T
 
     def _narrow_entries(
-        self, contexts: NDArray[np.int64], firsts: NDArray[np.int64], divisions: NDArray[np.int64],
-        slots_T: NDArray[np.int64], base_T: NDArray[np.int64], used_T: NDArray[np.int64],
-    ) -> Int32s:  # fmt: skip
+        self, contexts: Int64s, firsts: Int64s, divisions: Int64s, slots_T: Int64s, base_T: Int64s, used_T: Int64s
+    ) -> Int32s:
         owner_E = np.repeat(np.arange(len(self._singles)), divisions)
         part_E = np.arange(len(owner_E)) - np.repeat(np.cumsum(divisions) - divisions, divisions)
         row_E = self._batch.query_starts_S1[self._singles][owner_E]
         keys_E, parts_E = (contexts - firsts)[owner_E], divisions[owner_E]
-        entries = np.zeros((len(owner_E), ENTRY_WORDS), np.int32)
-        entries[:, 0] = row_E
-        entries[:, 1] = self._singles[owner_E]
-        entries[:, 2], entries[:, 3] = _part(firsts[owner_E], keys_E, part_E, parts_E)
-        entries[:, 4] = np.where(slots_T[row_E] == 0, -1, base_T[row_E] + used_T[row_E] + part_E)
-        entries[:, 5] = base_T[row_E]
-        entries[:, 6] = slots_T[row_E]
-        entries[:, 7] = np.where(used_T[row_E] == 0, slots_T[row_E], 0)
-        return entries[_order(entries[:, 3] - entries[:, 2], self._narrow_programs, self._layout)]
+        begin_E, end_E = _part(firsts[owner_E], keys_E, part_E, parts_E)
+        base_E, slots_E, used_E = base_T[row_E], slots_T[row_E], used_T[row_E]
+        slot_E = np.where(slots_E == 0, -1, base_E + used_E + part_E)
+        alone_E = np.where(used_E == 0, slots_E, 0)
+        entries = _table(row_E, self._singles[owner_E], begin_E, end_E, slot_E, base_E, slots_E, alone_E)
+        return entries[_order(end_E - begin_E, self._narrow_programs, self._layout)]
 
     def words(self, at: int) -> Int32s:
         """All entries as int32 words that begin at word `at`."""
@@ -243,27 +229,30 @@ class _Work:
         self._wide[:, 0] *= 2
         self._wide[:, 0] += members_at
         head = (len(self._narrow), len(self._wide), len(self._merge), at + HEAD_WORDS, wide_at, merge_at, 0, 0)
-        parts: Items[Int32s] = (
-            np.array(head, np.int32), self._narrow.ravel(), self._wide.ravel(), self._members.ravel(),
-            self._merge.ravel(),
-        )  # fmt: skip
-        return np.concatenate(parts)
+        tables = (self._narrow, self._wide, self._members, self._merge)
+        return np.concatenate([np.array(head, np.int32), *(table.ravel() for table in tables)])
 
 
-def _part(
-    first_E: NDArray[np.int64], keys_E: NDArray[np.int64], part_E: NDArray[np.int64], parts_E: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _table(first: NDArray[np.integer], *others: NDArray[np.integer] | int) -> Int32s:
+    """Entries by their columns."""
+    table = np.empty((len(first), 1 + len(others)), np.int32)
+    for index, column in enumerate((first, *others)):
+        table[:, index] = column
+    return table
+
+
+def _part(first_E: Int64s, keys_E: Int64s, part_E: Int64s, parts_E: Int64s) -> tuple[Int64s, Int64s]:
     """First and last key of one of the parts that each entry's keys are divided into."""
     begin_E, end_E = keys_E * part_E // parts_E, keys_E * (part_E + 1) // parts_E
     end_E = np.where(part_E + 1 == parts_E, keys_E, end_E - end_E % _KEYS_UNIT)
     return first_E + begin_E - begin_E % _KEYS_UNIT, first_E + end_E
 
 
-def _divisions(keys_E: NDArray[np.int64], span: int) -> NDArray[np.int64]:
+def _divisions(keys_E: Int64s, span: int) -> Int64s:
     return np.maximum(1, (keys_E + span // 2) // span)
 
 
-def _span(keys_E: NDArray[np.int64], programs: int, min_span: int, waves_tried: Items[int]) -> int:
+def _span(keys_E: Int64s, programs: int, min_span: int, waves_tried: Items[int]) -> int:
     """About how many keys an entry is to have, so that the busiest program has as little work as it can; `programs`
     for each KV head. Even lengths are best not divided more than they must be, uneven ones more finely."""
     if not len(keys_E):
@@ -291,7 +280,7 @@ def _heaviest(loads_E: NDArray[np.float64], programs: int) -> float:
     return float(load_P.max())
 
 
-def _order(keys_E: Int32s, programs: int, layout: AttentionLayout) -> NDArray[np.int64]:
+def _order(keys_E: Int64s, programs: int, layout: AttentionLayout) -> Int64s:
     """Programs take entries in turn: the longest first, then those that are left so that the sums are even."""
     wave = max(1, programs // layout.kv_heads)
     descending = np.argsort(-keys_E, kind="stable")
@@ -300,7 +289,7 @@ def _order(keys_E: Int32s, programs: int, layout: AttentionLayout) -> NDArray[np
     return descending
 
 
-def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ranges(starts: Int64s, counts: Int64s) -> Int64s:
     """start … start + count − 1 of each, one after the other."""
-    flat: NDArray[np.int64] = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+    flat: Int64s = np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
     return flat

@@ -33,7 +33,6 @@ class InflightStep(Protocol):
 
     def wait(self) -> RunnerOutput:
         """Blocks until the step is done. Called once. May raise OutOfDeviceMemory."""
-        ...
 
 
 class StepExecutor(Protocol):
@@ -50,12 +49,10 @@ class StepExecutor(Protocol):
 
         May raise OutOfDeviceMemory; nothing is launched then.
         """
-        ...
 
     def warm_up(self) -> bool:
         """Prepares a little of what makes later steps or a later sleep faster, in some 10 ms, while nothing runs.
         Returns False when nothing is left to prepare."""
-        ...
 
 
 class MaskedSampler(Protocol):
@@ -64,7 +61,6 @@ class MaskedSampler(Protocol):
     def sample(self, step: InflightStep, masks_MW: Int32s) -> None:
         """Gives a step its masks, a row for each of its masked rows: before the next launch, and before the step is
         waited for unless nobody wants its result any more. May raise OutOfDeviceMemory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +103,18 @@ class PagedMemory(Protocol):
     @property
     def mapped(self) -> list[int]:
         """The extents that have memory, ascending."""
-        ...
 
     def zero(self, blocks: Items[int]) -> None:
         """Zeroes these blocks in all layers; while the model sleeps, the host's copies of them."""
-        ...
 
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
         """Copies whole blocks in all layers. No target is also a source."""
-        ...
 
     def map(self, extents: Items[int]) -> None:
         """Gives these extents memory with undefined content. Raises OutOfDeviceMemory; none of them has any then."""
-        ...
 
     def unmap(self, extents: Items[int]) -> None:
         """Zeroes these extents and gives their memory back. No step in flight reads or writes them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +145,6 @@ class Sleeper(Protocol):
     def prepare(self) -> int:
         """Copies a little of what `sleep` would have to copy, within some milliseconds and beside the steps in flight.
         Returns the bytes copied, 0 when nothing is left. Raises OutOfHostMemory."""
-        ...
 
     def sleep(self, keep: Items[int]) -> int:
         """Gives back all of the device that can be given back, once the steps launched before are done. The host keeps
@@ -162,7 +152,6 @@ class Sleeper(Protocol):
 
         Nothing may be launched until `wake`. Raises OutOfHostMemory; nothing has moved then.
         """
-        ...
 
     def wake(self, extents: Items[int], restore: Items[int]) -> int:
         """Takes the device again with these extents mapped, and restores what `sleep` kept into the blocks `restore`,
@@ -170,15 +159,12 @@ class Sleeper(Protocol):
 
         Raises OutOfDeviceMemory, and then the model sleeps as before; CheckpointError where it reads files again.
         """
-        ...
 
     def arrived(self) -> bool:
         """Whether everything that `wake` brings back is there."""
-        ...
 
     def usage(self) -> MemoryUsage:
         """What the model holds now, awake or asleep."""
-        ...
 
 
 class DecoderExecutor(StepExecutor, MaskedSampler, Protocol):
