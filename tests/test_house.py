@@ -57,7 +57,7 @@ ONLY_IN: Final = {
     "redis": ("tenants.store.redis",),
     "sqlite3": ("tenants.store.sqlite",),
     "jwt": ("tenants.auth",),
-    "httpx": ("tenants.outbound", "gateway.commands.access.endpoint"),
+    "httpx": ("tenants.outbound", "gateway.commands.access.gateway_client"),
     "llguidance": ("engine.structured_output",),
     "asyncio": ("gateway", "tenants"),
     "opentelemetry": ("gateway.observability", "engine.replica"),

@@ -52,7 +52,7 @@ from gateway.bench.client import LoadMeasurement, Target, send_request
 from gateway.bench.load import word_of_id
 from gateway.bench.server import running_server, tokenizer
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.commands.access.operator_client import OperatorClient, operator_token
+from gateway.commands.access.gateway_client import OperatorClient, operator_token
 
 GEOMETRY: Final = "llama-3.1-8b"
 BUILT_IN_FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"

@@ -72,9 +72,11 @@ class SettingsOptions:
     cache_scope: Annotated[
         Literal["tenant", "user", "request"] | None, Parameter(help="who shares cached prefixes")
     ] = None
-    cache_keep: Annotated[OptionalDuration, Parameter(metavar="5m", help="after the last use, or none")] = UNSET
-    sharing: Annotated[WordList, Parameter(help="accounts that share cached prefixes, or none")] = None
-    regions: Annotated[WordList, Parameter(help="where its calls may be served, or none: anywhere")] = None
+    cache_keep_s: Annotated[
+        OptionalDuration, Parameter(name="--cache-keep", metavar="5m", help="after the last use, or none")
+    ] = UNSET
+    sharing: Annotated[WordList, Parameter(help="accounts that share cached prefixes, or none")] = UNSET
+    regions: Annotated[WordList, Parameter(help="where its calls may be served, or none: anywhere")] = UNSET
     notices_url: Annotated[OptionalText, Parameter(metavar="URL", help="told of neurons that are used, or none")] = (
         UNSET
     )
@@ -84,10 +86,10 @@ class SettingsOptions:
 
     def changed(self, settings: Settings) -> Settings:
         """`settings` with what was given. Raises ValueError in words for people."""
-        document: dict[str, Any] = msgspec.to_builtins(settings) | given_fields(cache_keep_s=self.cache_keep)
-        document |= {
-            name: value for name in ("cache_scope", "sharing", "regions") if (value := getattr(self, name)) is not None
-        }
+        document: dict[str, Any] = msgspec.to_builtins(settings)
+        document |= given_fields(self, ("cache_keep_s", "sharing", "regions"))
+        if self.cache_scope is not None:
+            document["cache_scope"] = self.cache_scope
         if self.zero_retention is not None:
             document["zero_retention"] = self.zero_retention == "yes"
         if self.notices_url is None:
@@ -150,9 +152,9 @@ async def plan(
     account: AccountId, plan: Annotated[str, Parameter(help="its name")], /, *, json: Json = False, access: Access
 ) -> None:
     """Give an account another plan."""
-    wanted = await access.accounts.plan(plan)
-    changed = await access.accounts.update(account, lambda latest: structs.replace(latest, plan=wanted))
-    await access.note(changed.id, "account.change", changed.id, plan=wanted.name)
+    new_plan = await access.accounts.plan(plan)
+    changed = await access.accounts.update(account, lambda latest: structs.replace(latest, plan=new_plan))
+    await access.note(changed.id, "account.change", changed.id, plan=new_plan.name)
     _print(changed, json, _print_limits)
 
 
@@ -186,10 +188,10 @@ async def change_settings(
 ) -> None:
     """Show an account's settings, or change those that are given."""
     before = await access.accounts.get(account)
-    wanted = settings.changed(before.settings)
-    if wanted.sharing and before.id not in wanted.sharing:
+    new_settings = settings.changed(before.settings)
+    if new_settings.sharing and before.id not in new_settings.sharing:
         raise ValueError("--sharing names all accounts of the group, this one among them")
-    if wanted == before.settings:
+    if new_settings == before.settings:
         return _print(before, json, _print_settings)
     after = await access.accounts.update(
         before.id, lambda latest: structs.replace(latest, settings=settings.changed(latest.settings))

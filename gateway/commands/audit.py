@@ -23,6 +23,7 @@ examples:
 Each entry is sealed under the server's secret together with the one before it. Exit status of verify: 1 where an entry
 was changed, put in or taken out, or where the head is missing.
 """
+_NO_ACCOUNT: Final = "(none)"
 _WHICH: Final = exclusive()
 Account = Annotated[str, Parameter(group=("Arguments", _WHICH), help="its id (default: what concerns no one account)")]
 All = Annotated[bool, Parameter(name="--all", group=("Parameters", _WHICH), help="of all accounts, and of none")]
@@ -56,7 +57,7 @@ async def list_entries(
     ]
     documents = [{**structs.asdict(entry), "detail": _detail(entry.detail)} for entry in entries]
     rows = [
-        (_name(one.account_id), one.seq, time_text(one.at), one.actor, one.action, one.target, one.detail)
+        (one.account_id or _NO_ACCOUNT, one.seq, time_text(one.at), one.actor, one.action, one.target, one.detail)
         for one in entries
     ]
     heads = ("ACCOUNT", "ENTRY", "AT", "ACTOR", "ACTION", "TARGET", "DETAIL")
@@ -83,13 +84,13 @@ async def verify(
         verdicts = {
             chain: await access.audit.verify(chain, head, lambda entry: bar.update() and None) for chain in chains
         }
-    rows = [(_name(chain), one.entries, _verdict_text(one), one.head or "-") for chain, one in verdicts.items()]
-    documents = [_verdict_json(chain, one) for chain, one in verdicts.items()]
+    rows = [(chain or _NO_ACCOUNT, one.entries, _text(one), one.head or "-") for chain, one in verdicts.items()]
+    documents = [_document(chain, one) for chain, one in verdicts.items()]
     print_either(json, documents, lambda: print_table(("ACCOUNT", "ENTRIES", "VERDICT", "HEAD"), rows))
     return int(any(verdict.problem is not None for verdict in verdicts.values()))
 
 
-def _verdict_json(chain: str, verdict: ChainVerdict) -> dict[str, Any]:
+def _document(chain: str, verdict: ChainVerdict) -> dict[str, Any]:
     return {
         "account_id": chain,
         "entries": verdict.entries,
@@ -99,7 +100,7 @@ def _verdict_json(chain: str, verdict: ChainVerdict) -> dict[str, Any]:
     }
 
 
-def _verdict_text(verdict: ChainVerdict) -> str:
+def _text(verdict: ChainVerdict) -> str:
     return "whole" if verdict.problem is None else f"BROKEN at entry {verdict.seq}: {verdict.problem}"
 
 
@@ -109,7 +110,3 @@ def _detail(text: str) -> Any:
         return json_codec.loads(text)
     except ValueError:
         return text
-
-
-def _name(chain: str) -> str:
-    return chain or "(none)"

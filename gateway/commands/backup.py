@@ -1,26 +1,28 @@
 """`hearth backup`: a folder with all that a server knows about tenants, made while it runs, for `hearth restore`."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, BinaryIO, Final
 
 import msgspec
 from cyclopts import Parameter
 
+from gateway.commands.access.store_access import opened_store
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, format_bytes, print_either, progress, progress_bar
-from gateway.commands.usage import BalanceRow, balances
+from gateway.commands.usage import balances
 from gateway.config import Config
 from gateway.state_dir import server_secret
 from tenants import export
 from tenants.audit import SYSTEM, AuditLog
 from tenants.limits.outbox import SUFFIX
-from tenants.open import open_store
 from tenants.store.protocol import RETENTION_DAYS, Store, StoreUnavailable
 from tenants.store.sqlite.backup import check, close_up, copy
 
@@ -101,10 +103,8 @@ def _fill(config: Config, folder: Path) -> tuple[Manifest, list[str]]:
         store, problems = DATABASE, _copy(database, folder / DATABASE, secret)
     files = {str(path.relative_to(folder)): backup_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     manifest = Manifest(FORMAT, made_at, store, files)
-    with open(folder / MANIFEST, "xb", opener=_private) as file:
+    with open_private(folder / MANIFEST) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
     return manifest, problems
 
 
@@ -126,11 +126,8 @@ async def examine_database(database: Path, secret: bytes) -> list[str]:
     """What is not in order in a copy that nobody else has open, in words. It has this version's schema afterwards.
     Raises StoreUnavailable where it cannot be used at all."""
     check(database)
-    store = open_store(f"sqlite:{database}")
-    try:
+    async with opened_store(f"sqlite:{database}") as store:
         problems = await examine_store(store, secret)
-    finally:
-        await store.close()
     close_up(database)
     return problems
 
@@ -141,29 +138,22 @@ async def examine_store(store: Store, secret: bytes) -> list[str]:
     ids, problems = [account.id for account in await store.accounts.list()], []
     for account_id in progress([SYSTEM, *ids], "accounts", "check"):
         async for one in balances(store, account_id, range(today - RETENTION_DAYS, today + 2)):
-            problems += [_difference(one)] if one.counted != one.recorded else []
+            if one.counted != one.recorded:
+                where = f"account {one.account_id}, day {one.day}, {one.subject}"
+                problems.append(f"{where}: {one.counted} counted and {one.recorded} recorded")
         verdict = await audit.verify(account_id)
         if verdict.problem is not None:
             problems.append(f"audit log of {account_id or 'the system'}, entry {verdict.seq}: {verdict.problem}")
     return problems
 
 
-def _difference(one: BalanceRow) -> str:
-    return f"account {one.account_id}, day {one.day}, {one.subject}: {one.counted} counted and {one.recorded} recorded"
-
-
 async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
-    store = open_store(config.store_url)
-    try:
+    async with opened_store(config.store_url) as store:
         accounts, now_s = await store.accounts.list(), int(time.time())
-        with open(target, "xb", opener=_private) as file:  # noqa: ASYNC230 nothing else runs on this loop
+        with open_private(target) as file:
             async for line in export.export(store, secret, accounts, now_s, whole=True, usage=True, audit=True):
                 file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
         return await examine_store(store, secret)
-    finally:
-        await store.close()
 
 
 def _report(folder: Path, manifest: Manifest, problems: list[str], as_json: bool) -> int:
@@ -191,11 +181,14 @@ def backup_file(path: Path) -> BackupFile:
 def copy_file(source: Path, target: Path) -> None:
     """On the disk when this returns, for this user alone; its folder is made. Raises OSError."""
     target.parent.mkdir(mode=0o700, exist_ok=True)
-    with source.open("rb") as read, open(target, "xb", opener=_private) as written:
-        shutil.copyfileobj(read, written)
-        written.flush()
-        os.fsync(written.fileno())
+    with source.open("rb") as original, open_private(target) as copied:
+        shutil.copyfileobj(original, copied)
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+@contextlib.contextmanager
+def open_private(path: Path) -> Iterator[BinaryIO]:
+    """A new file for this user alone, on the disk at the end. Raises OSError."""
+    with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

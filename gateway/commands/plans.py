@@ -1,7 +1,7 @@
 """`hearth plans`: what accounts may have, and how they are treated beside others."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from cyclopts import Group, Parameter
@@ -52,10 +52,6 @@ class TreatmentOptions:
         Parameter(metavar="10s", name="--wait", help="for a turn, before a request is refused"),
     ] = UNSET
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        return given_fields(**{name: getattr(self, name) for name in _TREATMENT})
-
 
 _TREATMENT: Final = tuple(TreatmentOptions.__dataclass_fields__)
 
@@ -65,9 +61,7 @@ async def list_plans(*, json: Json = False, access: Access) -> None:
     """All plans, by name."""
     plans = await access.accounts.plans()
     counts = [one.plan.name for one in await access.accounts.list()]
-    rows = [
-        (plan.name, counts.count(plan.name), format_amount(plan.weight), limits_text(plan.limits)) for plan in plans
-    ]
+    rows = [(one.name, counts.count(one.name), format_amount(one.weight), limits_text(one.limits)) for one in plans]
     documents = [plan_json(plan) for plan in plans]
     print_either(json, documents, lambda: print_table(("PLAN", "ACCOUNTS", "WEIGHT", "LIMITS"), rows))
 
@@ -93,7 +87,7 @@ async def set_plan(
         before = await access.accounts.plan(plan)
     except NotFound:
         before = Plan(plan)
-    changes = {"limits": limits.changed(before.limits), **treatment.changes}
+    changes = {"limits": limits.changed(before.limits), **given_fields(treatment, _TREATMENT)}
     after = msgspec.convert({**structs.asdict(before), **changes}, Plan)
     if after not in await access.accounts.plans():
         after = await access.accounts.put_plan(after, before.revision)

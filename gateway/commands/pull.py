@@ -10,13 +10,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 from urllib.parse import urlsplit
 
 from cyclopts import Parameter
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.file_download import http_get
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+from tqdm import tqdm
 
 from gateway.catalogue.catalogue import pulled_folder
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
@@ -55,14 +59,6 @@ class PullError(Exception):
     """This model cannot be pulled; the message says why and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class HubFile:
-    """One file of the repository."""
-
-    name: str
-    size: int
-
-
 app = command_app("pull", "download a model from the Hugging Face hub", _TEACHING)
 
 
@@ -97,28 +93,24 @@ def pull_model(config: Config, hub_id: str, revision: str) -> str:
         commit, sizes = _listing(hub_id, revision)
         source = _Source(hub_id, commit, partial)
         _refuse_unserved(hub_id, sizes)
-        _refuse_foreign(hub_id, json.loads(source.fetch(HubFile("config.json", sizes["config.json"])).read_text()))
-        files = [HubFile(file, sizes[file]) for file in _needed(source, sizes)]
+        kind = json.loads(source.fetch("config.json").read_text()).get("model_type")
+        if kind not in SERVED_TYPES:
+            raise PullError(f"{hub_id} is a {kind!r} model; Hearth serves {', '.join(sorted(SERVED_TYPES))}")
+        files = {file: sizes[file] for file in _needed(source, sizes)}
         _refuse_full_disk(partial, files)
-        print(f"{hub_id} at {commit[:12]}: {len(files)} files, {format_bytes(sum(file.size for file in files))}")
+        print(f"{hub_id} at {commit[:12]}: {len(files)} files, {format_bytes(sum(files.values()))}")
         for file in files:
             source.fetch(file)
-    write_sums(partial, {file.name: source.sums[file.name] for file in files})
-    _publish(partial, folder, [*(file.name for file in files), SUMS_NAME], commit)
+    write_sums(partial, {file: source.sums[file] for file in files})
+    _publish(partial, folder, [*files, SUMS_NAME], commit)
     return name
 
 
 def _listing(hub_id: str, revision: str) -> tuple[str, dict[str, int]]:
     """(commit, size of each file at the top of the repository, and of those below it that are known)."""
-    from huggingface_hub import HfApi  # only here: it takes a while to import
-
-    seen = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in seen.siblings or [] if _is_wanted(file.rfilename)}
-    return seen.sha or revision, sizes
-
-
-def _is_wanted(name: str) -> bool:
-    return "/" not in name or name in _SMALL
+    repository = HfApi().model_info(hub_id, revision=revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in repository.siblings or []}
+    return repository.sha or revision, {name: size for name, size in sizes.items() if "/" not in name or name in _SMALL}
 
 
 def _refuse_unserved(hub_id: str, sizes: dict[str, int]) -> None:
@@ -134,20 +126,13 @@ def _refuse_unserved(hub_id: str, sizes: dict[str, int]) -> None:
             raise PullError(f"{hub_id} has no {name}, which Hearth needs")
 
 
-def _refuse_foreign(hub_id: str, config: dict[str, Any]) -> None:
-    kind = config.get("model_type")
-    if kind not in SERVED_TYPES:
-        raise PullError(f"{hub_id} is a {kind!r} model; Hearth serves {', '.join(sorted(SERVED_TYPES))}")
-
-
 def _needed(source: "_Source", sizes: dict[str, int]) -> list[str]:
     """The small files, and of the weights only those that the index names (some repositories hold them twice)."""
     small = [name for name in _SMALL if name in sizes]
     if _INDEX in sizes:
-        index = json.loads(source.fetch(HubFile(_INDEX, sizes[_INDEX])).read_text())
+        index = json.loads(source.fetch(_INDEX).read_text())
         weights = sorted({_plain_name(name) for name in index["weight_map"].values()})
-        missing = [name for name in weights if name not in sizes]
-        if missing:
+        if missing := [name for name in weights if name not in sizes]:
             raise PullError(f"its {_INDEX} names files that are not there: {', '.join(missing)}")
         return [*small, _INDEX, *weights]
     weights = [name for name in sizes if name.endswith(".safetensors") and not name.startswith("consolidated")]
@@ -160,8 +145,8 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def _refuse_full_disk(partial: Path, files: Iterable[HubFile]) -> None:
-    missing = sum(file.size for file in files if not (partial / file.name).exists())
+def _refuse_full_disk(partial: Path, sizes: dict[str, int]) -> None:
+    missing = sum(size for name, size in sizes.items() if not (partial / name).exists())
     free = shutil.disk_usage(partial).free
     if missing > free:
         raise PullError(
@@ -178,40 +163,30 @@ class _Source:
         self._folder = folder
         self.sums: dict[str, str] = {}
 
-    def fetch(self, file: HubFile) -> Path:
+    def fetch(self, name: str) -> Path:
         """The file's path, once it is complete and its content is what the hub says it is."""
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url
-        from huggingface_hub.file_download import http_get
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-        from tqdm import tqdm
-
-        done = self._folder / file.name
+        done = self._folder / name
         done.parent.mkdir(exist_ok=True)
-        url = hf_hub_url(self._hub_id, file.name, revision=self._commit)
-        seen = get_hf_file_metadata(url)
-        etag = re.sub(r"[^A-Za-z0-9]", "", seen.etag or self._commit)
-        stamp = self._folder / f"{file.name}.{etag}.done"
+        url = hf_hub_url(self._hub_id, name, revision=self._commit)
+        metadata = get_hf_file_metadata(url)
+        etag = re.sub(r"[^A-Za-z0-9]", "", metadata.etag or self._commit)
+        stamp = self._folder / f"{name}.{etag}.done"
         if done.exists() and stamp.exists():
-            self.sums[file.name] = etag if len(etag) == _SUM_LENGTH else _sum(done)
+            self.sums[name] = etag if len(etag) == _SUM_LENGTH else _sum(done)
             return done
         headers = build_hf_headers()
-        if urlsplit(seen.location).netloc != urlsplit(url).netloc:
+        if urlsplit(metadata.location).netloc != urlsplit(url).netloc:
             headers.pop("authorization", None)  # the token is the hub's, not its storage's
-        part = self._folder / f"{file.name}.{etag}.part"
+        part = self._folder / f"{name}.{etag}.part"
         with open(part, "ab") as target:
             http_get(
-                seen.location,
-                target,
-                resume_size=target.tell(),
-                headers=headers,
-                expected_size=seen.size,
-                displayed_filename=file.name,
-                tqdm_class=tqdm,
-            )
-        self.sums[file.name] = _sum(part)
-        if len(etag) == _SUM_LENGTH and self.sums[file.name] != etag:
+                metadata.location, target, resume_size=target.tell(), headers=headers, expected_size=metadata.size,
+                displayed_filename=name, tqdm_class=tqdm,
+            )  # fmt: skip
+        self.sums[name] = _sum(part)
+        if len(etag) == _SUM_LENGTH and self.sums[name] != etag:
             part.unlink()
-            raise PullError(f"{file.name} arrived damaged and was removed: run the command again")
+            raise PullError(f"{name} arrived damaged and was removed: run the command again")
         os.replace(part, done)
         stamp.touch()
         return done
@@ -238,14 +213,7 @@ def _publish(partial: Path, folder: Path, names: list[str], commit: str) -> None
 
 
 @contextlib.contextmanager
-def _hub_errors(hub_id: str) -> Any:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
+def _hub_errors(hub_id: str) -> Iterator[None]:
     try:
         yield
     except GatedRepoError as error:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import msgspec
 from cyclopts import Parameter
 
-from gateway.commands.access.store_access import StoreAccess, with_store_access
+from gateway.commands.access.store_access import StoreAccess, opened_store, with_store_access
 from gateway.commands.backup import (
     DATABASE,
     EXPORT,
@@ -33,7 +33,6 @@ from gateway.state_dir import exclusive_state, open_state
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.limits.outbox import SUFFIX
-from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.sqlite.backup import close_up
 
@@ -142,16 +141,13 @@ def _restore(config: Config, folder: Path, manifest: Manifest, force: bool) -> l
 
 async def _look(config: Config, export: Path, secret: bytes, other_secret: bool) -> None:
     """Raises ValueError or SettingsError where the store cannot take the export."""
-    store = open_store(config.store_url)
-    try:
+    async with opened_store(config.store_url) as store:
         if other_secret and await store.accounts.list():
             raise SettingsError(
                 f"{config.store_url.split('@')[-1]} has accounts whose tokens are sealed by another secret"
             )
         with export.open("rb") as file:
             await transfer.inspect_export(file, store, secret, lambda count: None)
-    finally:
-        await store.close()
 
 
 def _in_the_way(config: Config, folder: Path, manifest: Manifest, database: Path | None) -> list[Path]:

@@ -22,8 +22,8 @@ from cyclopts import Parameter
 from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
 from gateway.catalogue.catalogue import model_entries
-from gateway.commands.access.endpoint import base_url, endpoint_answers
 from gateway.commands.access.first_account import first_call, first_credentials
+from gateway.commands.access.gateway_client import base_url, endpoint_answers
 from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
 from gateway.commands.machine import machine_command, machine_environment
 from gateway.commands.terminal.options import Device, Source, command_app

@@ -17,6 +17,7 @@ from gateway.commands.terminal.options import (
     TokenId,
     WordList,
     command_app,
+    given_fields,
 )
 from gateway.commands.terminal.output import print_either, print_table, time_text
 from tenants.records.grants import Grant, Permission
@@ -50,19 +51,17 @@ class GrantOptions:
         OptionalDuration,
         Parameter(metavar="30d", help="lifetime from now: a number with m, h, d or w; or none"),
     ] = UNSET
-    permissions: Annotated[WordList, Parameter(help=f"of {', '.join(Permission)} (at first: inference)")] = None
-    models: Annotated[WordList, Parameter(help="patterns of model names, with * and ? (at first: *)")] = None
-    networks: Annotated[WordList, Parameter(help="where it opens, like 10.0.0.0/8 (at first: anywhere)")] = None
+    permissions: Annotated[WordList, Parameter(help=f"of {', '.join(Permission)} (at first: inference)")] = UNSET
+    models: Annotated[WordList, Parameter(help="patterns of model names, with * and ? (at first: *)")] = UNSET
+    networks: Annotated[WordList, Parameter(help="where it opens, like 10.0.0.0/8 (at first: anywhere)")] = UNSET
 
     def changed(self, grant: Grant) -> Grant:
         """`grant` with what was given. Raises ValueError in words for people."""
-        changes: dict[str, Any] = {
-            name: value for name in ("models", "networks") if (value := getattr(self, name)) is not None
-        }
-        if self.permissions is not None:
-            if unknown := [name for name in self.permissions if name not in list(Permission)]:
-                raise ValueError(f"{unknown[0]!r} is no permission; there are {', '.join(Permission)}")
-            changes["permissions"] = tuple(map(Permission, self.permissions))
+        changes = given_fields(self, ("permissions", "models", "networks"))
+        if unknown := [name for name in changes.get("permissions", ()) if name not in list(Permission)]:
+            raise ValueError(f"{unknown[0]!r} is no permission; there are {', '.join(Permission)}")
+        if "permissions" in changes:
+            changes["permissions"] = tuple(map(Permission, changes["permissions"]))
         return structs.replace(grant, **changes)
 
     def expires_at(self, before: int | None) -> int | None:
@@ -86,8 +85,9 @@ async def mint(
     access: Access,
 ) -> None:
     """A new token."""
-    wanted = grant.changed(Grant()), limits.changed(NO_LIMITS)
-    token, secret = await access.accounts.mint(account, name, grant.expires_at(None), *wanted)
+    token, secret = await access.accounts.mint(
+        account, name, grant.expires_at(None), grant.changed(Grant()), limits.changed(NO_LIMITS)
+    )
     await access.note(token.account_id, "token.create", token.id, **_detail(token))
     _print_secret(token, secret, json)
 

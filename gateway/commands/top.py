@@ -11,19 +11,19 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from cyclopts import Parameter
+from rich.console import Console
+from rich.live import Live
 
-from gateway.commands.access.operator_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
+from gateway.admin.machines import MachinesItem
+from gateway.commands.access.gateway_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
 from gateway.commands.terminal.options import Source, command_app, exclusive
 from gateway.commands.terminal.output import fail
+from gateway.commands.top_view import MoveRates, TopView
 from tenants.store.protocol import StoreUnavailable
-
-if TYPE_CHECKING:
-    from gateway.admin.machines import MachinesItem
-    from gateway.commands.top_view import TopView
 
 _TEACHING: Final = """\
 examples:
@@ -41,8 +41,6 @@ lasts while this command does.
 _WHAT: Final = "machines"
 _INTERVAL_S: Final = (0.2, 3600.0)
 _WIDTH: Final = 120  # where no terminal says how wide it is
-
-
 _FORM: Final = exclusive()
 app = command_app("top", "watch machines, GPUs and models live", _TEACHING)
 
@@ -81,7 +79,8 @@ def top(
             if json:
                 print(msgspec.json.format(gateway.ask(_WHAT)).decode())
             elif once or not sys.stdout.isatty():
-                _print_once(gateway)
+                width = shutil.get_terminal_size((_WIDTH, 24)).columns
+                Console(width=width, color_system=None).print(TopPoller(gateway).look())
             else:
                 _watch(gateway, interval)
     except KeyboardInterrupt:
@@ -91,56 +90,38 @@ def top(
     return 0
 
 
-def _print_once(gateway: OperatorClient) -> None:
-    from rich.console import Console  # only here and below: rich takes a while to import
-
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    Console(width=width, color_system=None).print(TopPoller().look(gateway))
-
-
 def _watch(gateway: OperatorClient, interval_s: float) -> None:
     """Until q, or Ctrl-C."""
-    from rich.console import Console
-    from rich.live import Live
-
-    looks = TopPoller()
-    with _keyboard() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(looks.look_or_wait(gateway), refresh=True)
-            if pressed(interval_s) == "q":
-                return
+    poller = TopPoller(gateway)
+    with _keyboard() as wait_for_key, Live(console=Console(), screen=True, auto_refresh=False) as live:
+        live.update(poller.look_or_wait(), refresh=True)
+        while wait_for_key(interval_s) != "q":
+            live.update(poller.look_or_wait(), refresh=True)
 
 
 class TopPoller:
     """Asks a gateway for one frame after the other."""
 
-    def __init__(self) -> None:
-        from gateway.commands.top_view import MoveRates
-
+    def __init__(self, gateway: OperatorClient) -> None:
+        self._gateway = gateway
         self._moves = MoveRates()
         self._last: MachinesItem | None = None
         self._away_since: float | None = None
 
-    def look(self, gateway: OperatorClient) -> "TopView":
+    def look(self) -> TopView:
         """Raises GatewayUnreachable or OperatorRefused."""
-        from gateway.admin.machines import MachinesItem
-        from gateway.commands.top_view import TopView
-
         try:
-            self._last = msgspec.json.decode(gateway.ask(_WHAT), type=MachinesItem)
+            self._last = msgspec.json.decode(self._gateway.ask(_WHAT), type=MachinesItem)
         except msgspec.MsgspecError as error:
-            raise OperatorRefused(f"the gateway at {gateway.url} is of another version: {error}") from error
+            raise OperatorRefused(f"the gateway at {self._gateway.url} is of another version: {error}") from error
         self._away_since = None
         self._moves.take(time.monotonic(), self._last.machines)
         return TopView(self._last, self._moves)
 
-    def look_or_wait(self, gateway: OperatorClient) -> "TopView":
+    def look_or_wait(self) -> TopView:
         """As `look`; while the gateway is away, its last answer and since when. Raises OperatorRefused."""
-        from gateway.admin.machines import MachinesItem
-        from gateway.commands.top_view import TopView
-
         try:
-            return self.look(gateway)
+            return self.look()
         except GatewayUnreachable as away:
             now = time.monotonic()
             self._away_since = now if self._away_since is None else self._away_since

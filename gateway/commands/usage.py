@@ -3,6 +3,7 @@
 import csv as csv_writer
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -28,7 +29,7 @@ examples:
 Days are in UTC. Records are kept for 400 days. Exit status of reconcile: 1 where counters and records differ.
 """
 _DAYS: Final = 30
-_SUMS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "micro_neurons")
+_COUNTS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
     "day": lambda row: [day_text(row.day)],
     "model": lambda row: [row.model],
@@ -81,49 +82,29 @@ async def usage(
 ) -> None:
     """What accounts have used."""
     days = _days(first, last)
-    sums: dict[tuple[str, str], list[int]] = {}
-    rows: list[UsageRow] = []
+    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    total: Counter[str] = Counter()
     for account_id in progress(await _ids(access, accounts), "accounts"):
-        account_rows = await access.store.quotas.usage(account_id, days[0], days[-1])
-        sums.update({(account_id, key): row for key, row in _sums(account_rows, _KEYS[by]).items()})
-        rows += account_rows
-    total = _sums(rows, lambda _: [""]).get("", [0] * len(_SUMS))
+        for row in await access.store.quotas.usage(account_id, days[0], days[-1]):
+            counts = {name: getattr(row, name) for name in (*_COUNTS, "micro_neurons")}
+            total.update(counts)
+            for key in _KEYS[by](row):
+                sums[account_id, key].update(counts)
     if json:
-        _print_json(sums, total, by, days)
+        rows = [{"account_id": account_id, by: key, **_columns(one)} for (account_id, key), one in sums.items()]
+        print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": _columns(total)})
     elif csv:
-        written = csv_writer.writer(sys.stdout, lineterminator="\n")
-        written.writerow(("account_id", by, *_SUMS[:-1], "neurons"))
-        written.writerows((*key, *row[:-1], _neurons(row)) for key, row in sums.items())
+        writer = csv_writer.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(("account_id", by, *_columns(total)))
+        writer.writerows((*key, *_columns(one).values()) for key, one in sums.items())
     else:
-        _print_table(sums, total, by)
+        lines = {**sums, ("total", ""): total}
+        heads = ("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS")
+        print_table(heads, [(*key, *map(format_amount, _columns(one).values())) for key, one in lines.items()])
 
 
-def _sums(rows: Sequence[UsageRow], keys_of: Callable[[UsageRow], list[str]]) -> dict[str, list[int]]:
-    table: dict[str, list[int]] = {}
-    for row in rows:
-        for key in keys_of(row):
-            sums = table.setdefault(key, [0] * len(_SUMS))
-            for position, name in enumerate(_SUMS):
-                sums[position] += getattr(row, name)
-    return table
-
-
-def _neurons(sums: Sequence[int]) -> float:
-    return sums[-1] / MICRO
-
-
-def _print_json(table: dict[tuple[str, str], list[int]], total: list[int], by: str, days: range) -> None:
-    def document(sums: list[int]) -> dict[str, float]:
-        return {**dict(zip(_SUMS[:-1], sums, strict=False)), "neurons": _neurons(sums)}
-
-    rows = [{"account_id": account_id, by: key, **document(sums)} for (account_id, key), sums in table.items()]
-    print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": document(total)})
-
-
-def _print_table(table: dict[tuple[str, str], list[int]], total: list[int], by: str) -> None:
-    lines = {**table, ("total", ""): total}
-    rows = [(*key, *map(format_amount, sums[:-1]), format_amount(_neurons(sums))) for key, sums in lines.items()]
-    print_table(("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS"), rows)
+def _columns(sums: Counter[str]) -> dict[str, float]:
+    return {**{name: sums[name] for name in _COUNTS}, "neurons": sums["micro_neurons"] / MICRO}
 
 
 @app.command

@@ -17,8 +17,8 @@ import pytest
 
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
 from gateway.cli import COMMANDS, main, parse
-from gateway.commands.access.endpoint import base_url
 from gateway.commands.access.first_account import first_call
+from gateway.commands.access.gateway_client import base_url
 from gateway.commands.serve import LOG_BYTES_MAX, trim
 from gateway.config import ServerConfig, load_config
 from gateway.state_dir import Credentials, read_credentials, server_secret, write_credentials

@@ -1,9 +1,10 @@
 """Opens the store for the operator's commands, whether a server runs or not: both see the same one."""
 
 import asyncio
+import contextlib
 import os
 import pwd
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -58,18 +59,21 @@ class StoreAccess:
 Access = Annotated[StoreAccess, SOURCE]
 
 
-def store_access_of(store: Store, secret: bytes) -> StoreAccess:
-    return StoreAccess(store, secret, AccountService(store, secret), AuditLog(store.audit, secret))
+@contextlib.asynccontextmanager
+async def opened_store(url: str) -> AsyncIterator[Store]:
+    """The store there, closed at the end."""
+    store = open_store(url)
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 async def ask_store(config: Config, question: Callable[[StoreAccess], Awaitable[T]]) -> T:
     """The answer of `question` to the tenants' side of the configured store. Raises what the store does."""
     secret = server_secret(config)
-    store = open_store(config.store_url)
-    try:
-        return await question(store_access_of(store, secret))
-    finally:
-        await store.close()
+    async with opened_store(config.store_url) as store:
+        return await question(StoreAccess(store, secret, AccountService(store, secret), AuditLog(store.audit, secret)))
 
 
 def with_store_access(config: Config, question: Callable[[StoreAccess], Awaitable[int | None]]) -> int:

@@ -1,6 +1,7 @@
 """The catalogue's models: whether each can be served, whether all fit, and where running machines have them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget, available_memory_bytes
 from engine.protocol.specs import HOST_MEMORY_SHARE
@@ -8,10 +9,26 @@ from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.residencies import machine_reports, replicas_of, residency_text
 from gateway.commands.checks.finding import Finding, FindingLevel, good, note, wrong
 from gateway.commands.model_tools.folder_check import FolderReport, UnservableFolder, inspect_folder
-from gateway.commands.model_tools.size import sizes_of
-from gateway.commands.model_tools.standby_fit import SizedModel, exceeding_memory, fit_on_devices
+from gateway.commands.model_tools.size import ModelSizes, sizes_of
 from gateway.commands.terminal.output import format_bytes
 from gateway.config import Config, ModelEntryConfig
+
+
+class SizedModel(NamedTuple):
+    """A model of the catalogue with its sizes on this host."""
+
+    entry: ModelEntryConfig
+    sizes: ModelSizes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that its replicas take together on devices."""
+        return self.entry.replicas * self.sizes.memory_bytes
+
+    @property
+    def standby_bytes(self) -> int:
+        """Host memory that its replicas take at most while they sleep there."""
+        return self.entry.replicas * (self.sizes.weights_bytes + self.entry.kept_kv_bytes)
 
 
 def models(config: Config, budgets: list[DeviceBudget]) -> Iterator[Finding]:
@@ -41,11 +58,15 @@ def memory(config: Config, budgets: list[DeviceBudget]) -> Iterator[Finding]:
     on_gpus = budgets[0].device != HOST_MEMORY_DEVICE
     sized = [(entry, sizes) for entry in model_entries(config) if (sizes := sizes_of(config, entry)) is not None]
     models = [SizedModel(entry, sizes if on_gpus else sizes.on_a_cpu) for entry, sizes in sized]
-    pinned, others = [one for one in models if one.entry.pinned], [one for one in models if not one.entry.pinned]
-    budget, needed = sum(one.budget_bytes for one in budgets), sum(map(_device_bytes, models))
+    pinned = [model for model in models if model.entry.pinned]
+    others = [model for model in models if not model.entry.pinned]
+    budget, needed = sum(device.budget_bytes for device in budgets), sum(model.device_bytes for model in models)
     where = f"{len(budgets)} GPU{'s' * (len(budgets) > 1)}" if on_gpus else "memory"
     text = f"{format_bytes(budget)} of {where} for models, which take at least about {format_bytes(needed)}"
-    left, largest = fit_on_devices(budgets, pinned), max(others, key=lambda one: one.sizes.memory_bytes, default=None)
+    left, largest = (
+        fit_on_devices(budgets, pinned),
+        max(others, key=lambda model: model.sizes.memory_bytes, default=None),
+    )
     if left is None:
         advice = "pin fewer, set smaller contexts, or use more GPUs: what is pinned makes room for nothing"
         yield wrong("memory", f"{text}; those that are pinned do not fit together", advice)
@@ -58,10 +79,6 @@ def memory(config: Config, budgets: list[DeviceBudget]) -> Iterator[Finding]:
         yield good("memory", f"{text}: they take turns")
         if on_gpus:
             yield _standby(config, others)
-
-
-def _device_bytes(model: SizedModel) -> int:
-    return model.entry.replicas * model.sizes.memory_bytes
 
 
 def _free(text: str, needed: int, budgets: list[DeviceBudget]) -> Finding:
@@ -97,3 +114,27 @@ def machines(config: Config) -> Iterator[Finding]:
             verdict = FindingLevel.WRONG if problem else FindingLevel.GOOD
             text = f"{machine.machine}: {name}: {residency_text(replicas)}{': ' * bool(problem)}{problem}"
             yield Finding("machine", verdict, text, advice)
+
+
+def fit_on_devices(budgets: Sequence[DeviceBudget], models: Sequence[SizedModel]) -> list[int] | None:
+    """What each device has left once every replica is on one, placed largest first where most is left; None if one does
+    not fit."""
+    left = [budget.budget_bytes for budget in budgets]
+    replicas = [model.sizes.memory_bytes for model in models for _ in range(model.entry.replicas)]
+    for needed in sorted(replicas, reverse=True):
+        roomiest = max(range(len(left)), key=left.__getitem__)
+        if left[roomiest] < needed:
+            return None
+        left[roomiest] -= needed
+    return left
+
+
+def exceeding_memory(memory_bytes: int, models: Sequence[SizedModel]) -> list[str]:
+    """Names of the models that host memory does not hold once all sleep; it holds those of high priority first."""
+    names = []
+    for model in sorted(models, key=lambda model: (-model.entry.priority, model.standby_bytes)):
+        if model.standby_bytes > memory_bytes:
+            names.append(model.entry.name)
+        else:
+            memory_bytes -= model.standby_bytes
+    return names

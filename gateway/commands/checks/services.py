@@ -7,13 +7,13 @@ import socket
 from collections.abc import Iterator
 from typing import Final
 
-from gateway.commands.access.endpoint import endpoint_answers
+from gateway.commands.access.gateway_client import endpoint_answers
+from gateway.commands.access.store_access import opened_store
 from gateway.commands.checks.finding import Finding, good, note, wrong
 from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import expiry, open_certificate
 from gateway.state_dir import read_credentials
 from tenants.auth.issuers import keys_of
-from tenants.open import open_store
 from tenants.store.protocol import StoreUnavailable
 
 _RENEW_DAYS: Final = 14  # before its end, a certificate should have a successor
@@ -24,12 +24,9 @@ def store(config: Config) -> Iterator[Finding]:
     display_url = url.split("@")[-1]  # without a password
 
     async def ask() -> list[str]:
-        opened = open_store(url)
-        try:
+        async with opened_store(url) as opened:
             await opened.ping()
             return list(await opened.advice())
-        finally:
-            await opened.close()
 
     if url.startswith("sqlite:") and not os.path.exists(url.removeprefix("sqlite:")):
         yield good("store", f"{display_url}: made at the first start")

@@ -8,7 +8,6 @@ import msgspec
 from engine.hostinfo import gpus
 from engine.protocol.frames import MachineState
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
-from gateway.catalogue.bf12_size import Bf12Size
 from gateway.catalogue.catalogue import folder_of, price_of
 from gateway.catalogue.model_config import read_model_config
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
@@ -49,9 +48,7 @@ def replicas_json(name: str, machines: list[MachineState]) -> list[dict[str, Any
         {
             "residency": replica.residency.name,
             "toward": replica.toward.name,
-            "ready_ms": replica.ready_ms,
-            "quarantined": replica.quarantined,
-            "problem": replica.problem,
+            **{field: getattr(replica, field) for field in ("ready_ms", "quarantined", "problem")},
         }
         for replica in replicas_of(name, machines)
     ]
@@ -66,19 +63,17 @@ def memory_json(memory: MemoryReport) -> dict[str, Any]:
         "graphs_bytes": memory.graphs_bytes,
         "free_bytes": memory.free_bytes,
     }
-    return {
+    document = {
         "pid": memory.pid,
         "device": memory.device,
         "device_bytes": memory.device_bytes,
         **parts,
         "driver_and_others_bytes": max(0, memory.device_bytes - sum(parts.values())),
         "kv_pool_tokens": memory.kv_blocks * memory.kv_block_tokens,
-        **(
-            {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
-            if memory.coded_bytes
-            else {}
-        ),
     }
+    if memory.coded_bytes:
+        document |= {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
+    return document
 
 
 def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
@@ -89,11 +84,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
         "task": entry.task,
         "folder": str(folder),
         "replicas": entry.replicas,
-        "neurons_per_million_tokens": {
-            "input": price.input,
-            "cached_input": price.cached_input,
-            "output": price.output,
-        },
+        "neurons_per_million_tokens": {name: getattr(price, name) for name in ("input", "cached_input", "output")},
         "problem": "",
     }
     try:
@@ -101,8 +92,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     except ModelFolderError:
         return {**document, "problem": _NO_CONFIG}
     document["task"] = task_of(folder, model_config, entry)
-    sizes = sizes_of(config, entry)
-    if sizes is None:
+    if (sizes := sizes_of(config, entry)) is None:
         return {**document, "problem": _NO_CONFIG}
     if sizes.weights_bytes == 0:
         return {**document, "problem": "its folder has no *.safetensors"}
@@ -113,25 +103,23 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     if vectors is not None:
         document |= {"pooling": vectors.poolings[0], "max_input_tokens": vectors.tokens_max}
         document |= {"dimensions": vectors.dimensions} if vectors.dimensions else {}
+    compressed = sizes.compressed
     return {
         **document,
         "context_tokens": sizes.context_tokens,
         "layers": sizes.layers,
         "stored_as": sizes.parameters_type,
         "weights_bytes": sizes.stored_bytes,
-        "compressed": _compressed(sizes.compressed),
+        "compressed": None
+        if compressed is None
+        else {"level": compressed.level, "kind": compressed.kind, "original_bytes": compressed.original_bytes},
         "kv_bytes_per_token": sizes.kv_bytes_per_token,
         "kv_of_a_context_bytes": sizes.kv_bytes_of_a_context,
         "memory_bytes": _on_device(config, sizes).memory_bytes,
     }
 
 
-def _compressed(size: Bf12Size | None) -> dict[str, Any] | None:
-    return None if size is None else {"level": size.level, "kind": size.kind, "original_bytes": size.original_bytes}
-
-
 def _on_device(config: Config, sizes: ModelSizes) -> ModelSizes:
     """The sizes on this host's devices."""
-    if sizes.compressed is None or gpus.usable_gpus(config.machine.device, gpus.installed_gpus()):
-        return sizes
-    return sizes.on_a_cpu
+    on_gpu = sizes.compressed is None or gpus.usable_gpus(config.machine.device, gpus.installed_gpus())
+    return sizes if on_gpu else sizes.on_a_cpu

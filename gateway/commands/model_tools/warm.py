@@ -37,11 +37,11 @@ and only the number type that a model is fastest with is kept. A GPU needs room 
 """
 
 
+app = command_app("warm", "prepare what a model's first start would have to compile and measure", _TEACHING)
+
+
 class WarmError(Exception):
     """A model that could not be opened: what the engine says of it."""
-
-
-app = command_app("warm", "prepare what a model's first start would have to compile and measure", _TEACHING)
 
 
 @app.default

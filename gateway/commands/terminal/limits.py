@@ -31,7 +31,7 @@ class LimitOptions:
 
     def changed(self, limits: Limits) -> Limits:
         """`limits` with what was given. Raises ValueError in words for people."""
-        changes = given_fields(**{name: getattr(self, name) for name in _NAMES})
+        changes = given_fields(self, _NAMES)
         if changes.get("requests_per_minute", 0) is None:
             changes.setdefault("burst", None)  # the burst belongs to the rate
         if self.limits_class is None:

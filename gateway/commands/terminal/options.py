@@ -1,7 +1,7 @@
 """What the commands share on the command line: their apps, option types and settings. It knows no command."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any, Final, TypeVar
@@ -85,8 +85,8 @@ TokenId = Annotated[str, Parameter(help="its id: the part between the underscore
 Device = Annotated[str | None, Parameter(help="where models run: auto, cpu, cuda or cuda:N (default: auto)")]
 Duration = Annotated[float, parsed_by(parse_duration, "1d")]
 Day = Annotated[int | None, parsed_by(parse_day, "DAY")]
-WordList = Annotated[tuple[str, ...] | None, parsed_by(split_list, "A,B")]
 # UNSET: the option was not given; None: it takes the setting back.
+WordList = Annotated[tuple[str, ...] | UnsetType, parsed_by(split_list, "A,B")]
 OptionalCount = Annotated[int | UnsetType | None, parsed_by(_number(int, "whole number"), "N", optional=True)]
 OptionalAmount = Annotated[float | UnsetType | None, parsed_by(_number(float, "number"), "N", optional=True)]
 OptionalText = Annotated[str | UnsetType | None, parsed_by(str, "TEXT", optional=True)]
@@ -98,6 +98,6 @@ def exclusive() -> Group:
     return Group(validator=MutuallyExclusive())  # type: ignore[no-untyped-call]
 
 
-def given_fields(**options: Any) -> dict[str, Any]:
-    """The options that were given, None for those that take a setting back."""
-    return {name: value for name, value in options.items() if value is not UNSET}
+def given_fields(options: object, names: Iterable[str]) -> dict[str, Any]:
+    """The options of these names that were given, None for those that take a setting back."""
+    return {name: value for name in names if (value := getattr(options, name)) is not UNSET}

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 from msgspec import UNSET
 
@@ -27,7 +29,5 @@ def test_a_list_has_its_parts_and_none_is_empty() -> None:
 
 
 def test_an_option_that_takes_a_setting_back_is_none_and_one_that_is_not_given_is_absent() -> None:
-    assert given_fields(burst=None, neurons_per_day=UNSET, requests_per_minute=3) == {
-        "burst": None,
-        "requests_per_minute": 3,
-    }
+    options = SimpleNamespace(burst=None, neurons_per_day=UNSET, requests_per_minute=3)
+    assert given_fields(options, vars(options)) == {"burst": None, "requests_per_minute": 3}

@@ -1,17 +1,16 @@
-"""A client of the operator's API: over HTTP, with a given token or a temporary one. It knows no answer's content."""
+"""How commands reach a gateway over HTTP: where this host's own one is, whether it answers, and a client of the
+operator's API, with a given token or a temporary one. It knows no answer's content."""
 
 import asyncio
 import contextlib
-import http.client
 import ssl
 import time
 from collections.abc import Iterator
 from typing import Final
-from urllib.parse import SplitResult, urlsplit
 
+import httpx
 import msgspec
 
-from gateway.commands.access.endpoint import base_url, reachable_host
 from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.config import Config, ServerConfig
 from gateway.state_dir import read_credentials
@@ -42,47 +41,55 @@ class OperatorClient:
 
     def __init__(self, config: Config, url: str | None, token: str) -> None:
         self.url = url or _own_url(config)
-        parts = _parts(self.url)
-        assert parts.hostname
-        self._host_header = parts.netloc
-        own = url is None and bool(config.server.hosts)  # a name of it need not lead here
-        self._host = reachable_host(config.server.host) if own else parts.hostname
-        self._port = _port(parts)
-        self._context = None
-        if parts.scheme == "https":
-            self._context = ssl.create_default_context() if url else _own_tls(config.server)
-        self._path = parts.path.rstrip("/") + _BASE
-        self._token = token
+        address = _parsed(self.url)
+        self._headers = {"Host": address.netloc.decode(), "Authorization": f"Bearer {token}"}
+        self._context = ssl.create_default_context() if url else _own_tls(config.server)
+        if url is None and config.server.hosts:  # a name of it need not lead here
+            address = address.copy_with(host=reachable_host(config.server.host))
+        self._base = address.copy_with(path=address.path.rstrip("/") + _BASE, query=None, fragment=None)
 
     def ask(self, path: str) -> msgspec.Raw:
         """The document of GET …/operator/PATH. Raises GatewayUnreachable or OperatorRefused."""
         try:
-            status, body = self._get(path)
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise GatewayUnreachable(f"the gateway at {self.url} does not answer: {reason}") from error
-        if status in (401, 403, 404):
-            raise OperatorRefused(
-                f"the gateway at {self.url} answers {status}: the token must be a live one with the permission operator"
-                " (`hearth tokens mint ACCOUNT --permissions operator`)"
+            response = httpx.get(
+                self._base.join(path), headers=self._headers, timeout=_ANSWER_S, verify=self._context, trust_env=False
             )
-        if status != 200:
-            raise GatewayUnreachable(f"the gateway at {self.url} answers {status}")
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise GatewayUnreachable(f"the gateway at {self.url} does not answer: {reason}") from error
+        if response.status_code in (401, 403, 404):
+            raise OperatorRefused(
+                f"the gateway at {self.url} answers {response.status_code}: the token must be a live one with the "
+                "permission operator (`hearth tokens mint ACCOUNT --permissions operator`)"
+            )
+        if response.status_code != 200:
+            raise GatewayUnreachable(f"the gateway at {self.url} answers {response.status_code}")
         try:
-            return msgspec.json.decode(body, type=_Envelope).result
+            return msgspec.json.decode(response.content, type=_Envelope).result
         except msgspec.MsgspecError as error:
             raise OperatorRefused(f"what answers at {self.url} is no Hearth: {error}") from error
 
-    def _get(self, path: str) -> tuple[int, bytes]:
-        if self._context is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=_ANSWER_S)
-        else:
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=_ANSWER_S, context=self._context)
-        with contextlib.closing(connection):
-            headers = {"Host": self._host_header, "Authorization": f"Bearer {self._token}"}
-            connection.request("GET", self._path + path, headers=headers)
-            response = connection.getresponse()
-            return response.status, response.read()
+
+def endpoint_answers(server: ServerConfig, port: int, path: str) -> bool:
+    """Whether a gateway on this host says 200 there. Its certificate need not name this host's address."""
+    scheme = "https" if server.certificate else "http"
+    url = httpx.URL(scheme=scheme, host=reachable_host(server.host), port=port, path=path)
+    try:
+        return httpx.get(url, timeout=2, verify=False, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def base_url(server: ServerConfig, port: int) -> str:
+    """How a client reaches the server: by the first of its names, or by its address on this host."""
+    scheme = "https" if server.certificate else "http"
+    name = next((name for name in server.hosts if not name.startswith("*.")), reachable_host(server.host))
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
+
+
+def reachable_host(host: str) -> str:
+    """Where a server that listens there is reached from its own host."""
+    return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _own_url(config: Config) -> str:
@@ -90,17 +97,13 @@ def _own_url(config: Config) -> str:
     return credentials.base_url if credentials else base_url(config.server, config.server.port)
 
 
-def _parts(url: str) -> SplitResult:
+def _parsed(url: str) -> httpx.URL:
     """Raises OperatorRefused where it leads nowhere."""
-    with contextlib.suppress(ValueError):  # of a port that is none
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return parts
+    with contextlib.suppress(httpx.InvalidURL):
+        parsed = httpx.URL(url)
+        if parsed.scheme in ("http", "https") and parsed.host and parsed.port != 0:
+            return parsed
     raise OperatorRefused(f"{url!r} is no address: write it like https://hearth.example.com")
-
-
-def _port(parts: SplitResult) -> int:
-    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _own_tls(server: ServerConfig) -> ssl.SSLContext:
@@ -113,8 +116,12 @@ def _own_tls(server: ServerConfig) -> ssl.SSLContext:
 
 def _is_own(config: Config, url: str) -> bool:
     """Whether it leads to where this configuration's gateway listens, on this host."""
-    own, target = _parts(_own_url(config)), _parts(url)
-    return _port(target) == _port(own) and target.hostname in (*_LOOPBACK, reachable_host(config.server.host))
+    own, target = _parsed(_own_url(config)), _parsed(url)
+    return _port(target) == _port(own) and target.host in (*_LOOPBACK, reachable_host(config.server.host))
+
+
+def _port(url: httpx.URL) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)
 
 
 @contextlib.contextmanager
