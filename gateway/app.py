@@ -5,6 +5,7 @@ It is plain ASGI without middleware: one function sees every request begin and e
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 from starlette.routing import Route, Router
@@ -23,6 +24,7 @@ from gateway.open_requests import OpenRequests
 from gateway.routes import account_routes
 from gateway.serving import Serving, open_serving
 from gateway.tenancy import Tenancy, open_tenancy
+from tenants.store.protocol import Clock
 
 
 class App:
@@ -98,11 +100,11 @@ class App:
         await asyncio.to_thread(context.tracer.close)
 
 
-def build_app(config: Config, secret: bytes, tracer: RequestTracer | None = None) -> App:
+def build_app(config: Config, secret: bytes, tracer: RequestTracer | None = None, clock: Clock = time.time) -> App:
     """Builds the gateway that the config describes. Opens the store and reads the models' folders; connects to nothing.
 
     `secret` is the server's, the same for all gateways that share a store. Raises SettingsError and what the store
     does.
     """
-    tenancy = open_tenancy(config, secret)
+    tenancy = open_tenancy(config, secret, clock)
     return App(open_serving(config, tenancy, tracer), tenancy)

@@ -46,15 +46,15 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
         tracer=tracer or open_tracer(config.telemetry),
         clock=time.monotonic,
     )
-    batches = BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, time.time)
+    batches = BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, tenancy.clock)
     lifetime_s = int(config.server.request_s) + KEY_MARGIN_S
     endpoint = InferenceEndpoint(
         context=context,
         catalogue=open_catalogue(config),
-        replays=ReplayCache(IdempotencyStore(store.claims, secret), time.time, lifetime_s),
+        replays=ReplayCache(IdempotencyStore(store.claims, secret), tenancy.clock, lifetime_s),
         scrubber=InternedScrubber(),
         answer_batch=batches.answer,
-        calendar=time.time,
+        calendar=tenancy.clock,
     )
     models = [model.name for model in endpoint.catalogue]
     metrics.watch(models, context.fleet, context.store_health, tenancy.quota, tenancy.reconciler, config.outbox_folder)

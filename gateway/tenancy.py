@@ -14,17 +14,18 @@ from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
 from tenants.limits.soft_caps import SoftCaps, notice_signer
 from tenants.open import open_store
-from tenants.store.protocol import Store
+from tenants.store.protocol import Clock, Store
 
 BackgroundJob = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenancy:
-    """`secret` is the server's, the same for all gateways that share the store."""
+    """`secret` is the server's, the same for all gateways that share the store. `clock` is the gateway's calendar."""
 
     store: Store
     secret: bytes
+    clock: Clock
     accounts: AccountService
     quota: Quota
     soft_caps: SoftCaps
@@ -37,16 +38,17 @@ class Tenancy:
         await self.store.close()
 
 
-def open_tenancy(config: Config, secret: bytes) -> Tenancy:
+def open_tenancy(config: Config, secret: bytes, clock: Clock = time.time) -> Tenancy:
     """Opens the store that the config names. Raises StoreUnavailable and ValueError, as `open_store` does."""
     store = open_store(config.store_url)
-    issuers, soft_caps, reconciler = JwtVerifier(config.issuers), SoftCaps(store.notices, time.time), Reconciler(store)
-    webhook = WebhookSender(store.notices, notice_signer(secret), time.time, private=config.server.private_notices)
-    quota = Quota(store.quotas, Path(config.outbox_folder))
+    issuers, soft_caps = JwtVerifier(config.issuers, clock), SoftCaps(store.notices, clock)
+    webhook = WebhookSender(store.notices, notice_signer(secret), clock, private=config.server.private_notices)
+    quota, reconciler = Quota(store.quotas, Path(config.outbox_folder), clock), Reconciler(store, clock)
     return Tenancy(
         store=store,
         secret=secret,
-        accounts=AccountService(store, secret, issuers=issuers),
+        clock=clock,
+        accounts=AccountService(store, secret, clock, issuers=issuers),
         quota=quota,
         soft_caps=soft_caps,
         reconciler=reconciler,

@@ -1,6 +1,5 @@
 """The routes of the API beside inference, and the document that describes all routes."""
 
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -39,7 +38,7 @@ def admin_routes(
         idempotency=IdempotencyStore(tenancy.store.claims, tenancy.secret),
         notice_key=notice_signer(tenancy.secret),
         open_requests=open_requests,
-        calendar=time.time,
+        calendar=tenancy.clock,
     )
     document = msgspec.json.encode(openapi_document(OPERATIONS, ROUTES))
 

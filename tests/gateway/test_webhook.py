@@ -23,7 +23,7 @@ from tenants.records.notices import Notice
 from tenants.records.settings import Notices, Settings
 from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import SECRET, looped, served
-from tests.support.waiting import until
+from tests.support.waiting import holds, until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 
@@ -69,14 +69,14 @@ async def test_a_part_of_a_budget_that_is_used_is_told_once_and_signed(
     async with receiver() as told, served(tmp_path, limits=limits, private_notices=True) as gateway:
         settings = Settings(notices=Notices(told.url, (0.5, 1.0)))
         await gateway.accounts.update(gateway.account_id, lambda account: structs.replace(account, settings=settings))
-        await asyncio.sleep(0.6)
+        gateway.see_changes()
         for _ in range(3):
             await gateway.run(**TEN)
         await until(lambda: bool(told.told))
         refused = [await gateway.run(prompt="hello " * 100, max_tokens=5) for _ in range(3)]
         assert [answer.status for answer in refused] == [429] * 3
-        await until(lambda: len(told.told) == 2)
-        await asyncio.sleep(0.5)
+        await until(lambda: len(told.told) >= 2)
+        await holds(lambda: len(told.told) == 2, 0.5)
         assert [body["data"]["part"] for _, body in told.told] == [0.5, 1.0], "each is told once"
         headers, body = told.told[0]
         assert headers["line"] == "POST /hearth?x=1 HTTP/1.1"

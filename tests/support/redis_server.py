@@ -6,13 +6,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any, Final
 
 import redis
 
-START_S: Final = 10.0
+from tests.support.waiting import wait_for
+
 VOLATILE: Final = ("--save", "", "--appendonly", "no")
 DURABLE: Final = ("--save", "", "--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
 
@@ -31,14 +31,14 @@ class RedisServer:
         """Returns once it has read its data and answers."""
         with (self._folder / "redis.log").open("a") as log:
             self._process = subprocess.Popen([program(), *self._settings], cwd=self._folder, stdout=log)
-        until = time.monotonic() + START_S
-        while time.monotonic() < until:
-            assert self._process.poll() is None, (self._folder / "redis.log").read_text()
-            with contextlib.suppress(redis.RedisError):
-                self.ask("PING")
-                return
-            time.sleep(0.02)
-        raise AssertionError(f"redis-server did not answer: {(self._folder / 'redis.log').read_text()}")
+        wait_for(self._answers, what="redis-server answers")
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "redis.log").read_text()
+        with contextlib.suppress(redis.RedisError):
+            return bool(self.ask("PING"))
+        return False
 
     def ask(self, *command: str) -> Any:
         """One command over a connection of its own."""

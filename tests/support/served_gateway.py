@@ -21,12 +21,12 @@ from gateway.config import Config, MachineConfig, ModelEntryConfig, PriceConfig,
 from gateway.http.server import HttpServer, listen
 from gateway.http.tls import open_certificate
 from gateway.observability.tracing import RequestTracer
-from tenants.auth.accounts import AccountService
+from tenants.auth.accounts import TRUSTED_S, AccountService
 from tenants.auth.issuers import Issuer
 from tenants.records.limits import Limits
 from tenants.records.usage import day_of
 from tests.support.stub_replica import MODEL, Behaviour, StubFleet, StubReplica
-from tests.support.waiting import WITHIN_S, until
+from tests.support.waiting import WITHIN_S, OffsetClock, until
 
 SECRET = bytes(range(32))
 PRICE = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0)
@@ -53,6 +53,11 @@ class Served:
     accounts: AccountService
     account_id: str
     token: str
+    clock: OffsetClock
+
+    def see_changes(self) -> None:
+        """Moves the clock on until what the gateway knows of accounts and ApiTokens is to be looked up again."""
+        self.clock.offset_s += TRUSTED_S
 
     @property
     def behaviour(self) -> Behaviour:
@@ -164,7 +169,8 @@ async def served(
     config = msgspec.structs.replace(config, issuers=list(issuers), models=list(entries.values()))
     if store_url is not None:
         config = msgspec.structs.replace(config, store=StoreConfig(url=store_url))
-    app = build_app(config, SECRET, traces)
+    clock = OffsetClock()
+    app = build_app(config, SECRET, traces, clock)
     accounts = app._tenancy.accounts
     account = await accounts.create("test", limits)
     _, token = await accounts.mint(account.id, "test")
@@ -175,7 +181,7 @@ async def served(
         task = asyncio.create_task(running._serve([listener]))
         try:
             await until(lambda: all(app._serving.context.fleet.hello(name) is not None for name in (MODEL, *stubs)))
-            yield Served(app, running, port, fleet, accounts, account.id, token)
+            yield Served(app, running, port, fleet, accounts, account.id, token, clock)
         finally:
             running.should_exit = True
             await task

@@ -1,6 +1,5 @@
 """The operator's accounts: lists, creation exactly once, plans and ceilings, suspension."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,14 @@ async def test_an_accounts_life(tmp_path: Path, store_url: str) -> None:
 
         suspended = await house.operate("POST", f"{path}/suspend")
         assert suspended.json["result"]["suspended_on"]
-        await asyncio.sleep(0.6)
+        house.gateway.see_changes()
         assert (await house.ask("GET", f"/client/v4{path}", token=first)).code == 9109
         await house.operate("POST", f"{path}/resume")
-        await asyncio.sleep(0.6)
+        house.gateway.see_changes()
         assert (await house.ask("GET", f"/client/v4{path}", token=first)).status == 200
 
         await house.operate("DELETE", f"{path}/tokens/{token['id']}")
-        await asyncio.sleep(0.6)
+        house.gateway.see_changes()
         assert (await house.ask("GET", f"/client/v4{path}", token=first)).status == 401
         operator = house.operator.split("_")[1]
         assert [entry[:2] for entry in await house.audited(carol["id"])] == [

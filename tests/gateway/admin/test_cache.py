@@ -1,6 +1,5 @@
 """What the cache had of an account's prompts, and its purge."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ async def test_statistics_are_those_of_usage_and_a_purge_begins_an_epoch(tmp_pat
         assert after["hit_ratio"] == pytest.approx(4 / after["prompt_tokens"])
         assert (await house.ask("POST", f"{house.account}/cache/purge", token=reader)).status == 403
         assert (await house.ask("POST", f"{house.account}/cache/purge")).json["result"] == {"epoch": 1}
-        await asyncio.sleep(0.6)
+        house.gateway.see_changes()
         await house.gateway.run(prompt="hello", max_tokens=1)
         scopes = [submit.scope.epoch for submit in house.gateway.fleet.submits]
         assert scopes == [0, 0, 1]

@@ -1,6 +1,5 @@
 """Own limits below a ceiling, and what is left of those in force."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from tenants.records.limits import Limits
 from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 
-SEEN_S = 0.6  # after which a change of an account is in force
-
 
 @looped
 async def test_an_administrator_lowers_limits_and_they_hold(tmp_path: Path, store_url: str) -> None:
@@ -21,7 +18,7 @@ async def test_an_administrator_lowers_limits_and_they_hold(tmp_path: Path, stor
         assert answer.json["result"]["own"] == {"requests_per_minute": 1}
         assert answer.json["result"]["in_force"]["requests_per_minute"] == 1
         assert answer.json["result"]["most"]["requests_per_minute"] == 1200
-        await asyncio.sleep(SEEN_S)
+        house.gateway.see_changes()
         ran = [await house.gateway.run(prompt="hello", max_tokens=1) for _ in range(2)]
         assert [one.status for one in ran] == [200, 429]
         again = await house.ask("PUT", f"{house.account}/limits", {})

@@ -29,7 +29,7 @@ async def test_the_key_that_is_shown_is_the_one_that_signs(tmp_path: Path) -> No
         changed = await house.ask("PATCH", house.account, {"settings": {"notices": {"url": url, "at": [0.1]}}})
         assert changed.status == 200, changed.content
         shown = (await house.ask("GET", f"{house.account}/notices/key")).json["result"]["key"]
-        await asyncio.sleep(0.6)
+        house.gateway.see_changes()
         assert (await house.gateway.run(prompt="hello", max_tokens=2)).status == 200
         async with asyncio.timeout(15):
             head, _, body = (await received.get()).partition(b"\r\n\r\n")

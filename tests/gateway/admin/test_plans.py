@@ -21,7 +21,7 @@ async def test_a_plans_life(tmp_path: Path, store_url: str) -> None:
         await house.operate("PATCH", f"/accounts/{house.ann_id}", {"plan": "free"})
         changed = await house.operate("PUT", "/plans/free", {"limits": {"requests_per_minute": 1}}, if_match='"1"')
         assert (changed.json["result"]["revision"], changed.json["result"]["weight"]) == (2, 1)
-        await asyncio.sleep(0.6)
+        house.gateway.see_changes()
         ran = [await house.gateway.run(prompt="hello", max_tokens=1) for _ in range(2)]
         assert [one.status for one in ran] == [200, 429]
 

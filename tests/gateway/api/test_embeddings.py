@@ -423,15 +423,11 @@ async def test_queued_texts_run_in_the_background_and_are_charged_at_the_batch_p
         queued = await gateway.call(f"{gateway.run_path}?queueRequest=true", {"requests": requests})
         request_id = result(queued)["request_id"]
 
-        async def ended() -> dict[str, Any]:
-            while True:
-                found: dict[str, Any] = result(await gateway.call(gateway.run_path, {"request_id": request_id}))
-                if "responses" in found:
-                    return found
-                await asyncio.sleep(0.05)
+        async def ended() -> dict[str, Any] | None:
+            polled: dict[str, Any] = result(await gateway.call(gateway.run_path, {"request_id": request_id}))
+            return polled if "responses" in polled else None
 
-        async with asyncio.timeout(10):
-            found = await ended()
+        found = await until(ended)
         one, two, long = found["responses"]
         assert np.allclose(one["result"]["data"][0], expected("one"), atol=1e-6)
         assert two["result"]["shape"] == [2, WIDTH]

@@ -22,7 +22,7 @@ from tenants.records.limits import Limits
 from tenants.records.settings import Settings
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
-from tests.support.waiting import until
+from tests.support.waiting import holds, until
 
 pytestmark = pytest.mark.usefixtures("impatient")
 QUEUE = "?queueRequest=true"
@@ -61,11 +61,12 @@ async def poll(world: Served, request_id: str, query: str = "") -> Any:
     return answer.json["result"]
 
 
-async def ended(world: Served, request_id: str, seconds: float = 10.0) -> Any:
-    async with asyncio.timeout(seconds):
-        while (result := await poll(world, request_id)).get("status") in ("queued", "running"):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        return result
+async def ended(world: Served, request_id: str) -> Any:
+    async def result() -> Any:
+        polled = await poll(world, request_id)
+        return None if polled.get("status") in ("queued", "running") else polled
+
+    return await until(result)
 
 
 async def state(world: Served, request_id: str) -> Any:
@@ -285,9 +286,11 @@ async def test_a_rate_holds_the_batch_back_and_fails_none_of_it(tmp_path: Path) 
 async def test_a_budget_that_is_used_up_parks_the_batch_until_there_is_more(tmp_path: Path) -> None:
     async with served(tmp_path, limits=Limits(neurons_per_day=0.07)) as world:
         request_id = await submit(world, 8)
-        async with asyncio.timeout(5):
-            while not (await state(world, request_id))["requests"]["succeeded"] or running(world):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+
+        async def some_succeeded() -> bool:
+            return (await state(world, request_id))["requests"]["succeeded"] and not running(world)
+
+        await until(some_succeeded)
         parked = await state(world, request_id)
         assert (parked["status"], parked["requests"]["failed"]) == ("running", 0)
         assert 0 < parked["requests"]["succeeded"] < 8
@@ -324,8 +327,11 @@ async def test_nothing_is_claimed_while_live_requests_wait_at_the_replica(tmp_pa
         world.fleet.replicas[0].load(waiting=3)
         await until(lambda: not world.app._serving.context.fleet.spare(MODEL, 100))
         request_id = await submit(world, 2)
-        await asyncio.sleep(0.3)
-        assert (await state(world, request_id))["status"] == "queued"
+
+        async def queued() -> bool:
+            return (await state(world, request_id))["status"] == "queued"
+
+        await holds(queued, 0.3)
         world.fleet.replicas[0].load(waiting=0)
         await ended(world, request_id)
 
@@ -354,7 +360,7 @@ async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) ->
     async with served(tmp_path) as world:
         world.behaviour.reject = RejectReason.BUSY
         request_id = await submit(world, 2)
-        await asyncio.sleep(0.3)
+        await until(lambda: len(world.fleet.submits) >= 4)  # each was tried twice
         assert (await state(world, request_id))["requests"]["succeeded"] == 0
         world.behaviour.reject = None
         result = await ended(world, request_id)
@@ -384,7 +390,7 @@ async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(
         settings = Settings(regions=("us",))
         await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=settings))
         world.app._batches._stopped = False
-        await asyncio.sleep(0.3)
+        await holds(lambda: not world.fleet.submits, 0.3)
         await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=Settings()))
         result = await ended(world, request_id)
         assert all(one["success"] for one in result["responses"])
@@ -399,9 +405,11 @@ async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) ->
         assert model is not None
         object.__setattr__(model, "ends_on", date(2020, 1, 1))
         world.app._batches._stopped = False
-        async with asyncio.timeout(5):
-            while (await state(world, request_id))["status"] != "done":  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+
+        async def done() -> bool:
+            return (await state(world, request_id))["status"] == "done"
+
+        await until(done)
         found = (await state(world, request_id))["requests"]
         assert (found["succeeded"], found["failed"]) == (0, 2)
         assert await world.records() == []
@@ -428,7 +436,7 @@ async def test_what_is_kept_is_not_to_be_read_and_zero_retention_keeps_nothing(t
         await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=settings))
         with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
             assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
-        await asyncio.sleep(0.6)
+        world.see_changes()
         assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
         assert "zero retention" in (await refused(world, {"requests": requests(1)})).message
 
@@ -442,11 +450,17 @@ async def test_results_are_kept_for_their_time_and_then_deleted(tmp_path: Path) 
         kept = datetime.fromisoformat(times["expires_at"]) - datetime.fromisoformat(times["ended_at"])
         assert kept.total_seconds() == 60
         world.app._tenancy.store._file.clock = lambda: time.time() + 50  # type: ignore[attr-defined]
-        await asyncio.sleep(0.3)
-        assert (await poll(world, request_id))["usage"]
+
+        async def kept_on() -> bool:
+            return "usage" in await poll(world, request_id)
+
+        await holds(kept_on, 0.3)
         world.app._tenancy.store._file.clock = lambda: time.time() + 61  # type: ignore[attr-defined]
-        await asyncio.sleep(0.3)
-        assert (await world.call(world.run_path, {"request_id": request_id})).status == 404
+
+        async def deleted() -> bool:
+            return (await world.call(world.run_path, {"request_id": request_id})).status == 404
+
+        await until(deleted)
         with closing(sqlite3.connect(tmp_path / "hearth.db")) as file:
             assert file.execute("SELECT count(*) FROM batch_items").fetchone() == (0,)
 
@@ -471,8 +485,7 @@ async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> No
         world.behaviour.step_s = 0.05
         request_id = await submit(world, 40, max_tokens=20)
         account_id, token = world.account_id, world.token
-        await until(lambda: running(world) > 0)
-        await asyncio.sleep(0.3)
+        await until(lambda: running(world) > 0 and world.fleet.replicas[0].emitted)
     async with served(tmp_path) as world:
         world.account_id, world.token = account_id, token
         result = await ended(world, request_id)
@@ -493,8 +506,7 @@ async def test_batches_for_a_model_that_sleeps_wake_it_after_a_while_as_lightly_
         fleet.move(0, memory, ready_ms=200)
         await until(lambda: not world.app._serving.context.fleet.serves(MODEL))
         request_id = await submit(world, 5)
-        await asyncio.sleep(0.5)
-        assert not fleet.wakes, "it has not waited for long"
+        await holds(lambda: not fleet.wakes, 0.5)  # it has not waited for long
         await until(lambda: bool(fleet.wakes))
         assert not fleet.submits, "nothing was claimed for it"
         assert (await state(world, request_id))["status"] == "queued"

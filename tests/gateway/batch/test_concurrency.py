@@ -7,6 +7,7 @@ import random
 import pytest
 
 from gateway.batch.concurrency import CONCURRENCY_MAX, LOOP_SHARE_MAX, ConcurrencyController
+from tests.support.waiting import forever, turns
 
 
 class Clock:
@@ -22,14 +23,14 @@ def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
     """Each one on its way takes so much in a turn of 0.1 s."""
     clock, pick = Clock(), random.Random(1)
     pace = ConcurrencyController(clock)
-    taken_s, turns = 0.0, 400
+    taken_s, rounds = 0.0, 400
 
     async def work() -> None:
         clock.now_s += cost_s * pick.uniform(0.5, 1.5)
 
     async def run() -> None:
         nonlocal taken_s
-        for _ in range(turns):
+        for _ in range(rounds):
             began = clock.now_s
             for _ in range(pace.limit):
                 await pace.timed(work())
@@ -44,16 +45,24 @@ def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
 
 
 def test_waiting_is_not_counted_and_results_of_waits_arrive() -> None:
-    pace, seen = ConcurrencyController(), []
+    clock, seen = Clock(), []
+    pace = ConcurrencyController(clock)
 
     async def work() -> None:
-        await asyncio.sleep(0.2)
-        async with asyncio.timeout(10):
-            seen.append(await asyncio.to_thread(lambda: 7))
+        await turns(20)
+        seen.append(await asyncio.to_thread(lambda: 7))
 
-    asyncio.run(_awaited(pace, work()))
+    async def pass_time() -> None:
+        for _ in range(20):
+            clock.now_s += 1.0
+            await turns()
+
+    async def run() -> None:
+        await asyncio.gather(_awaited(pace, work()), pass_time())
+
+    asyncio.run(run())
     assert seen == [7]
-    assert pace._taken_s < 0.1
+    assert (clock.now_s, pace._taken_s) == (20.0, 0.0)
 
 
 async def _awaited(pace: ConcurrencyController, work: object) -> None:
@@ -62,14 +71,14 @@ async def _awaited(pace: ConcurrencyController, work: object) -> None:
 
 def test_an_error_and_a_cancellation_go_through_and_may_be_caught_inside() -> None:
     async def fails() -> None:
-        await asyncio.sleep(0)
+        await turns()
         raise LookupError
 
     async def tidies(done: list[str]) -> None:
         try:
-            await asyncio.sleep(60)
+            await forever()
         except asyncio.CancelledError:
-            await asyncio.sleep(0)
+            await turns()
             done.append("tidied")
             raise
 
@@ -78,7 +87,7 @@ def test_an_error_and_a_cancellation_go_through_and_may_be_caught_inside() -> No
         with pytest.raises(LookupError):
             await pace.timed(fails())
         task = asyncio.create_task(_awaited(pace, tidies(done)))
-        await asyncio.sleep(0)
+        await turns()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -14,7 +14,7 @@ from gateway.cluster.stream import STEPS_MAX, OutputDelta, ReplicaAsleep, Replic
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped
 from tests.support.stub_replica import StubFleet
-from tests.support.waiting import until
+from tests.support.waiting import turns, until
 
 DISK, MEMORY, DEVICE = Residency
 
@@ -119,7 +119,7 @@ def test_a_waiting_reader_is_woken_by_cancel(tmp_path: Path) -> None:
             stub.behaviour.first_s = 100
             stream = await submit(fleet)
             reader = asyncio.create_task(collect(stream))
-            await asyncio.sleep(0.02)
+            await turns(3)
             stream.cancel()
             assert await reader == []
 

@@ -28,6 +28,7 @@ from tenants.open import open_store
 from tenants.records.holds import Hold
 from tenants.records.usage import MICRO, UsageRecord
 from tenants.store.protocol import Store
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 TODAY = int(time.time()) // 86_400
@@ -423,8 +424,7 @@ class Load(threading.Thread):
 
     def __enter__(self) -> "Load":
         self.start()
-        while self.settled < 50:
-            time.sleep(0.001)
+        wait_for(lambda: self.settled >= 50)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -444,8 +444,7 @@ def test_a_backup_under_load_is_restored_elsewhere_whole(shell: Shell, tmp_path:
         before = load.settled
         told = shell.json("backup", "kept")
         during = load.settled
-        while load.settled < during + 20:
-            time.sleep(0.001)
+        wait_for(lambda: load.settled >= during + 20)
     assert told["problems"] == []
     for path in [Path("kept"), *Path("kept").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path

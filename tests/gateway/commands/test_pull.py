@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from gateway.catalogue.tasks import ModelTask
 from gateway.config import Config, ModelEntryConfig, load_config
 from tests.support import minilm
 from tests.support.hub import COMMIT, Hub, serving
+from tests.support.waiting import wait_for
 
 EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
 NAMES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -89,9 +89,12 @@ def test_an_interrupted_download_goes_on_where_it_stopped(tmp_path: Path, hub: H
         stderr=subprocess.DEVNULL,
     )
     try:  # its connection was cut; before it tries again by itself, the whole process is killed
-        while not any(path.stat().st_size for path in part.glob("model.safetensors*.part")):
-            assert first.poll() is None
-            time.sleep(0.01)
+        wait_for(
+            lambda: (
+                first.poll() is not None or any(path.stat().st_size for path in part.glob("model.safetensors*.part"))
+            )
+        )
+        assert first.poll() is None
     finally:
         first.kill()
         first.wait()

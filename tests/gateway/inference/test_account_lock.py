@@ -4,36 +4,37 @@ import threading
 
 from gateway.inference.account_lock import AccountLocks
 from tests.support.served_gateway import looped
+from tests.support.waiting import forever, holds, turns
 
 
 @looped
 async def test_one_account_works_in_order_and_holds_up_no_other() -> None:
-    turns, done = AccountLocks(), []
+    locks, done = AccountLocks(), []
 
     async def work(account: str, name: str) -> None:
-        async with turns.lock(account):
-            await asyncio.sleep(0.02)
+        async with locks.lock(account):
+            await turns(5)
             done.append(name)
 
     await asyncio.gather(work("a", "a1"), work("a", "a2"), work("b", "b1"), work("a", "a3"))
     assert [name for name in done if name != "b1"] == ["a1", "a2", "a3"]
     assert done.index("b1") < done.index("a2")
     gc.collect()
-    assert len(turns._locks) == 0
+    assert len(locks._locks) == 0
 
 
 @looped
 async def test_work_that_is_cancelled_gives_its_turn_away() -> None:
-    turns = AccountLocks()
+    locks = AccountLocks()
 
     async def work() -> None:
-        async with turns.lock("a"):
-            await asyncio.sleep(60)
+        async with locks.lock("a"):
+            await forever()
 
     first = asyncio.create_task(work())
-    await asyncio.sleep(0)
+    await turns()
     first.cancel()
-    async with asyncio.timeout(10), turns.lock("a"):
+    async with asyncio.timeout(10), locks.lock("a"):
         pass
 
 
@@ -52,8 +53,7 @@ async def test_a_fresh_thread_ends_with_its_work_and_holds_the_lock_until_then()
         first = asyncio.create_task(locks.run_in_thread("a", work, fresh=True))
         await asyncio.to_thread(began.wait, 10)
         second = asyncio.create_task(locks.run_in_thread("a", work, fresh=True))
-        await asyncio.sleep(0.05)
-        assert len(threads) == 1, "one piece of work at a time for an account"
+        await holds(lambda: len(threads) == 1, 0.05)  # one piece of work at a time for an account
         go.set()
         assert [await first, await second] == [1, 2]
         assert threads[0] is not threads[1]

@@ -1,6 +1,5 @@
 """Whose cached prefixes a request may share, how long they are kept, and where it may be served."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +176,7 @@ async def test_a_header_cannot_lift_the_accounts_own_zero_retention(tmp_path: Pa
     async with served(tmp_path) as gateway:
         settings = Settings(zero_retention=True)
         await gateway.accounts.update(gateway.account_id, lambda one: structs.replace(one, settings=settings))
-        await asyncio.sleep(0.6)
+        gateway.see_changes()
         zero = await submitted(gateway, cf_aig_zdr="false")
         assert (zero.terms.erase, zero.terms.keep_s) == (True, 300.0)
 
@@ -190,7 +189,7 @@ async def test_calls_are_served_in_allowed_regions_alone(tmp_path: Path) -> None
             await gateway.accounts.update(
                 gateway.account_id, lambda one, to=settings: structs.replace(one, settings=to)
             )
-            await asyncio.sleep(0.6)
+            gateway.see_changes()
             answer = await gateway.run(**TEN)
             assert answer.status == status
         await gateway.settled()

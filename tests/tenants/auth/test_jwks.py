@@ -11,6 +11,7 @@ import pytest
 from tenants.auth import jwks
 from tenants.auth.jwks import JWKS_BYTES_MAX, JwksCache, parse_jwks
 from tests.support.issuers import JwksServer, documents, jwk, url64
+from tests.support.waiting import holds, until
 
 pytestmark = pytest.mark.anyio
 FIRST = {"keys": [jwk("EdDSA", "1")]}
@@ -45,9 +46,7 @@ async def failed(keys: JwksCache) -> str:
 
 
 async def test_keys_are_fetched_before_anybody_asks(running: JwksCache, server: JwksServer) -> None:
-    async with asyncio.timeout(20):
-        while running.known is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: running.known is not None)
     assert set(running.known) == {"1"}
     assert await running.key("1") is running.known["1"]
     assert server.fetches == ["/keys"]
@@ -70,9 +69,7 @@ async def test_a_withdrawn_key_is_gone_after_the_next_fetch(
     assert await running.key("2")
     assert "1" not in (running.known or {})
     server.documents["/keys"] = {"keys": []}
-    async with asyncio.timeout(20):
-        while running.known:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not running.known)
     assert running.problem is None, "an issuer may withdraw all"
 
 
@@ -100,8 +97,7 @@ async def test_a_thundering_herd_makes_one_fetch(running: JwksCache, server: Jwk
 async def test_those_who_come_before_the_first_fetch_lands_share_it(running: JwksCache, server: JwksServer) -> None:
     server.delay_s = 0.1
     assert all(await asyncio.gather(*(running.key("1") for _ in range(100))))
-    await asyncio.sleep(0.15)
-    assert server.fetches == ["/keys"]
+    await holds(lambda: server.fetches == ["/keys"], 0.15)
 
 
 async def test_a_fetch_that_failed_is_tried_again_soon(
@@ -111,9 +107,7 @@ async def test_a_fetch_that_failed_is_tried_again_soon(
     server.status = "500 Sorry"
     assert await running.key("1") is None
     server.status = "200 OK"
-    async with asyncio.timeout(20):
-        while running.known is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: running.known is not None)
 
 
 async def test_one_that_waits_and_leaves_spoils_nothing_for_others(running: JwksCache, server: JwksServer) -> None:
@@ -121,7 +115,7 @@ async def test_one_that_waits_and_leaves_spoils_nothing_for_others(running: Jwks
     server.documents["/keys"] = BOTH
     server.delay_s = 0.1
     first, second = (asyncio.create_task(running.key("2")) for _ in range(2))
-    await asyncio.sleep(0.03)
+    await until(lambda: len(server.fetches) == 2)
     first.cancel()
     assert await second
     assert len(server.fetches) == 2
@@ -136,15 +130,11 @@ async def test_the_last_good_keys_stay_while_the_issuer_is_down(
     for status, document in (("500 Sorry", BOTH), ("200 OK", b"<html>"), ("200 OK", {"keys": "none"})):
         server.status, server.documents["/keys"] = status, document
         seen = len(server.fetches)
-        async with asyncio.timeout(20):
-            while len(server.fetches) < seen + 3:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: len(server.fetches) >= seen + 3)  # noqa: B023
         assert running.problem
         assert set(running.known or {}) == {"1"}
     server.status, server.documents["/keys"] = "200 OK", SECOND
-    async with asyncio.timeout(20):
-        while set(running.known or {}) != {"2"}:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: set(running.known or {}) == {"2"})
     assert running.problem is None
 
 

@@ -49,10 +49,10 @@ def test_a_file_of_a_living_process_is_left_alone_and_taken_over_when_it_ends(tm
 
 def test_a_killed_process_leaves_its_lines(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from tenants.limits.outbox import Outbox\n"
+        "import signal, sys; from pathlib import Path; from tenants.limits.outbox import Outbox\n"
         "from tenants.records.usage import UsageRecord\n"
         "Outbox(Path(sys.argv[1])).append([UsageRecord('a', 'r', 1, 2, 3, 4, 5, 'done', 'k', 'm', 6, 7.0)])\n"
-        "print('written', flush=True); time.sleep(60)"
+        "print('written', flush=True); signal.pause()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path.cwd())
     assert process.stdout is not None

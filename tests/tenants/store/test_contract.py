@@ -18,6 +18,7 @@ from tenants.records.settings import Notices, Settings
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable
+from tests.support.waiting import turns
 
 pytestmark = pytest.mark.anyio
 LIFE_US = 60 * MICRO
@@ -415,7 +416,7 @@ async def test_a_race_for_a_store_that_checks_and_then_adds_would_be_noticed() -
     async def reserve(_: int) -> Granted | Denied:
         nonlocal spent
         seen = spent
-        await asyncio.sleep(0)
+        await turns()
         if seen + 100 > 3_700:
             return Denied(DenialReason.NEURONS_PER_DAY)
         spent = seen + 100

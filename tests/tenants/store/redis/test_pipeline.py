@@ -9,6 +9,7 @@ import redis
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.redis import pipeline as module
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS, CommandPipeline
+from tests.support.waiting import turns
 
 pytestmark = pytest.mark.anyio
 ANSWER_S = module.ANSWER_S  # in service, before the fixture patient_line raises it
@@ -43,10 +44,10 @@ async def test_an_error_of_one_command_leaves_the_others_alone(line: CommandPipe
 
 async def test_the_commands_of_a_caller_who_left_are_not_sent(line: CommandPipeline, empty_redis_url: str) -> None:
     first = asyncio.create_task(line.ask(("RPUSH", "list", "first")))
-    await asyncio.sleep(0)
+    await turns()
     left = asyncio.create_task(line.ask(("RPUSH", "list", "left")))
     stayed = asyncio.create_task(line.ask(("RPUSH", "list", "stayed")))
-    await asyncio.sleep(0)
+    await turns()
     left.cancel()
     await asyncio.gather(first, left, stayed, return_exceptions=True)
     with redis.Redis.from_url(empty_redis_url) as client:
@@ -57,7 +58,7 @@ async def test_a_caller_who_leaves_in_flight_takes_nobody_along(line: CommandPip
     await line.ask(("PING",))
     for _ in range(50):
         tasks = [asyncio.create_task(line.ask(("ECHO", f"{n}"))) for n in range(5)]
-        await asyncio.sleep(0)
+        await turns()
         tasks[0].cancel()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(answers[0], asyncio.CancelledError)
@@ -130,7 +131,6 @@ async def test_an_answer_that_came_while_this_process_was_late_is_taken(
     """Else every pause of the process would be taken for one of Redis."""
     await line.ask(("PING",))
     asking = asyncio.ensure_future(line.ask(("INCR", "asked")))
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await turns(3)
     time.sleep(module.ANSWER_S + 0.1)  # noqa: ASYNC251 the pause
     assert await asking == [1], "it was sent once more"

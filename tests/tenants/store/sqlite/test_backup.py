@@ -16,6 +16,7 @@ from tenants.store.sqlite import backup as module
 from tenants.store.sqlite.backup import check, close_up, copy
 from tenants.store.sqlite.schema import SCHEMA_VERSION
 from tenants.store.sqlite.store import SqliteStore
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.anyio
 ANN = "a" * 32
@@ -63,8 +64,7 @@ class Writer(threading.Thread):
 
     def __enter__(self) -> "Writer":
         self.start()
-        while not self.written:
-            time.sleep(0.001)
+        wait_for(lambda: self.written)
         return self
 
     def __exit__(self, *_: object) -> None:
