@@ -403,7 +403,8 @@ async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) ->
         request_id = await submit(world, 2)
         model = world.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
-        object.__setattr__(model, "ends_on", date(2020, 1, 1))
+        ended_model = structs.replace(model.settings, planned_deprecation_date=date(2020, 1, 1))
+        object.__setattr__(model, "settings", ended_model)
         world.app._batches._stopped = False
 
         async def done() -> bool:
