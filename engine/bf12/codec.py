@@ -66,11 +66,6 @@ class Escapes:
         moved = (tensor.to(device) for tensor in (self.bases_N, self.positions_E, self.values_E))
         return type(self)(self.outputs, self.inputs, *moved)
 
-    @property
-    def rate(self) -> float:
-        """Escapes per number."""
-        return len(self.positions_E) / max(1, self.outputs * self.inputs)
-
 
 @dataclass(frozen=True, slots=True)
 class Bf12Matrix:

@@ -60,11 +60,11 @@ _SHARE_MIN: Final = {CompressionLevel.DEVICE: 0.75, CompressionLevel.DISTRIBUTIO
 
 
 class SourcePiece(NamedTuple):
-    """A run of one tensor's bytes; with bases it is whole rows, to be encoded."""
+    """A run of a tensor's bytes, from `start` of them on; with the tensor's bases it is whole rows, to be encoded."""
 
     path: Path
     tensor: TensorSpan
-    first: int
+    start: int
     bytes: int
     bases_N: Tensor | None = None
 
@@ -160,7 +160,7 @@ def _survey(job: CompressionJob, on_bytes: Callable[[int], object], every: bool 
     tensors = job.folder.tensors
 
     def counts(tensor: TensorSpan) -> CodeCounts:
-        pieces = _counted_pieces(tensors[tensor.name][0], tensor)
+        pieces = _pieces(tensors[tensor.name][0], tensor, _counted_bytes(tensor))
         parts = []
         with closing(map_ordered(job.pool, partial(_count, job), pieces, job.prefetch)) as counted:
             for part in counted:
@@ -177,14 +177,20 @@ def _compress(job: CompressionJob, survey: CodingSurvey, name: Path, target: Pat
     header, path = job.folder.weights[name], job.folder.path / name
     digest = hashlib.sha256()
     recorded = checksums.parse_sums(job.folder.sums).get(str(name))
-    pieces = (piece for tensor in header.tensors for piece in _pieces(path, tensor, survey.decide(tensor.name).bases_N))
+
+    def pieces() -> Iterator[SourcePiece]:
+        for tensor in header.tensors:
+            bases_N = survey.decide(tensor.name).bases_N
+            yield from _pieces(path, tensor, _piece_bytes(tensor, bases_N), bases_N)
+
     with (
         closing(Bf12Writer(target / name, header, job.level, digest if recorded else None)) as writer,
-        closing(map_ordered(job.pool, partial(_encode, job), pieces, job.prefetch)) as ready,
+        closing(map_ordered(job.pool, partial(_encode, job), pieces(), job.prefetch)) as ready,
     ):
         for tensor in header.tensors:
             decision = survey.decide(tensor.name)
-            own = _track_progress(islice(ready, len(_starts(tensor, decision.bases_N is not None))), job.progress)
+            count = -(-tensor.bytes // _piece_bytes(tensor, decision.bases_N))
+            own = _track_progress(islice(ready, count), job.progress)
             if decision.bases_N is None:
                 writer.write_plain(tensor, own)
                 size = tensor.bytes
@@ -196,26 +202,20 @@ def _compress(job: CompressionJob, survey: CodingSurvey, name: Path, target: Pat
         raise CheckpointError(f"{path} is not what {checksums.SUMS_NAME} says: get the file again")
 
 
-def _starts(tensor: TensorSpan, is_bf12: bool) -> range:
-    """The bytes of the tensor at which pieces begin, in steps of a piece's size."""
-    step = 2 * tensor.shape[1] * piece_rows(tensor.shape[1]) if is_bf12 else PIECE_BYTES
-    return range(0, tensor.bytes, step)
+def _pieces(path: Path, tensor: TensorSpan, size: int, bases_N: Tensor | None = None) -> Iterator[SourcePiece]:
+    for start in range(0, tensor.bytes, size):
+        yield SourcePiece(path, tensor, start, min(size, tensor.bytes - start), bases_N)
 
 
-def _pieces(path: Path, tensor: TensorSpan, bases_N: Tensor | None) -> Iterator[SourcePiece]:
-    starts = _starts(tensor, bases_N is not None)
-    for start in starts:
-        size = min(starts.step, tensor.bytes - start)
-        rows = slice(0) if bases_N is None else slice(*(at // (2 * tensor.shape[1]) for at in (start, start + size)))
-        yield SourcePiece(path, tensor, tensor.first + start, size, None if bases_N is None else bases_N[rows])
+def _piece_bytes(tensor: TensorSpan, bases_N: Tensor | None) -> int:
+    """The bytes of a piece of the tensor, but for the last one."""
+    return PIECE_BYTES if bases_N is None else 2 * tensor.shape[1] * piece_rows(tensor.shape[1])
 
 
-def _counted_pieces(path: Path, tensor: TensorSpan) -> Iterator[SourcePiece]:
-    """Pieces of whole rows; a tensor that is no matrix, or has longer rows than a piece, is divided anywhere."""
+def _counted_bytes(tensor: TensorSpan) -> int:
+    """The bytes that are counted at once: whole rows, or any where the tensor has no rows that fit into a piece."""
     width = _width(tensor)
-    starts = range(0, tensor.bytes, PIECE_BYTES if width is None else PIECE_BYTES // (2 * width) * 2 * width)
-    for start in starts:
-        yield SourcePiece(path, tensor, tensor.first + start, min(starts.step, tensor.bytes - start))
+    return PIECE_BYTES if width is None else PIECE_BYTES // (2 * width) * 2 * width
 
 
 def _width(tensor: TensorSpan) -> int | None:
@@ -223,26 +223,31 @@ def _width(tensor: TensorSpan) -> int | None:
     return tensor.shape[1] if len(tensor.shape) == 2 and 0 < 2 * tensor.shape[1] <= PIECE_BYTES else None
 
 
+def _read(job: CompressionJob, piece: SourcePiece) -> bytearray:
+    return job.files.read(piece.path, piece.tensor.first + piece.start, piece.bytes)
+
+
 def _count(job: CompressionJob, piece: SourcePiece) -> CodeCounts:
-    raw = job.files.read(piece.path, piece.first, piece.bytes)
+    raw = _read(job, piece)
     numbers = torch.frombuffer(raw, dtype=torch.bfloat16)
     return count_codes(numbers.view(-1, _width(piece.tensor) or len(numbers)).to(job.device))
 
 
 def _encode(job: CompressionJob, piece: SourcePiece) -> EncodedPiece:
-    raw = job.files.read(piece.path, piece.first, piece.bytes)
+    raw = _read(job, piece)
     if piece.bases_N is None:
         return EncodedPiece(raw, memoryview(raw), xxhash.xxh3_64_intdigest(raw))
     inputs = piece.tensor.shape[1]
     weight_NK = torch.frombuffer(raw, dtype=torch.bfloat16).view(-1, inputs).to(job.device)
-    matrix = encode(weight_NK, piece.bases_N.to(job.device))
+    first = piece.start // 2
+    bases_N = piece.bases_N[first // inputs :][: len(weight_NK)]
+    matrix = encode(weight_NK, bases_N.to(job.device))
     words_NW = matrix.words_NW.cpu()
-    first = (piece.first - piece.tensor.first) // 2
     encoded = EncodedPiece(
         raw,
         tensor_bytes(words_NW),
         xxhash.xxh3_64_intdigest(tensor_bytes(words_NW)),
-        piece.bases_N,
+        bases_N,
         matrix.escapes.positions_E.cpu() + first,
         matrix.escapes.values_E.cpu(),
     )

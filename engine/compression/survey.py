@@ -17,8 +17,7 @@ from engine.bf12.codec import bases_for, count_code_use, exponents_of
 from engine.bf12.layout import CODES, is_encodable
 from engine.kernels.tuning_tables import bf12_pays_off
 from engine.models.config import ModelConfigError, is_encoder, read_decoder_config, read_encoder_config
-from engine.models.weight_names import decoder_entries, decoder_prefix, encoder_entries
-from engine.models.weight_names import encoder_prefix as encoder_prefix_of
+from engine.models.weight_names import required_tensors
 from engine.weights.safetensors_header import TensorSpan
 
 ESCAPE_RATE_MAX: Final = 0.0002  # per number: more escapes slow a kernel down
@@ -111,10 +110,8 @@ def tensor_groups(folder: Path, names: Sequence[str]) -> list[TensorGroup]:
     """The tensors that become one parameter, for known architectures; tensors of others are in no group."""
     stored = set(names)
     try:
-        if is_encoder(folder):
-            table = encoder_entries(read_encoder_config(folder), encoder_prefix_of(stored))
-        else:
-            table = decoder_entries(read_decoder_config(folder, vectors=True), decoder_prefix(stored))
+        config = read_encoder_config(folder) if is_encoder(folder) else read_decoder_config(folder, vectors=True)
+        table, _ = required_tensors(config, stored)
     except (ModelConfigError, TypeError, ValueError, KeyError, AttributeError):
         return []
     groups = [

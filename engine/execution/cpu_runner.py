@@ -122,10 +122,10 @@ class CpuMemory:
             asleep_bytes=0,
             min_bytes=weights_bytes + layout.min_extents * layout.extent_bytes,
             max_bytes=weights_bytes + layout.extents * layout.extent_bytes,
-            host_bytes=self._kept_LBW.nbytes,
+            memory_bytes=self._kept_LBW.nbytes,
             weights_bytes=weights_bytes,
             kv_bytes=kv_bytes,
-            host_kv_bytes=self._kept_LBW.nbytes,
+            kept_bytes=self._kept_LBW.nbytes,
             standby_bytes=self._standby_bytes,
         )
 

@@ -91,10 +91,10 @@ class EncoderMemory:
             asleep_bytes=asleep_bytes,
             min_bytes=asleep_bytes + self._weights_bytes,
             max_bytes=asleep_bytes + max(held_bytes, self._weights_bytes),
-            host_bytes=0,
+            memory_bytes=0,
             weights_bytes=self._weights_bytes,
             kv_bytes=0,
-            host_kv_bytes=0,
+            kept_bytes=0,
             standby_bytes=0,
         )
 

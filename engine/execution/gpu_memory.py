@@ -177,10 +177,10 @@ class GpuMemory:
             asleep_bytes=asleep_bytes,
             min_bytes=fixed_bytes + self.layout.min_extents * extent_bytes,
             max_bytes=fixed_bytes + self.pool.extents * extent_bytes,
-            host_bytes=copied_bytes + self._host_tier.held_bytes,
+            memory_bytes=copied_bytes + self._host_tier.held_bytes,
             weights_bytes=self._weights.bytes,
             kv_bytes=kv_bytes,
-            host_kv_bytes=self._host_tier.bytes,
+            kept_bytes=self._host_tier.bytes,
             standby_bytes=self._weights.bytes + self._host_tier.max_bytes,
         )
 

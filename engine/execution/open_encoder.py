@@ -21,8 +21,8 @@ from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import LoadedModel
 from engine.step.layout import ExecutorLimits
-from engine.weights.encoder_source import load_encoder
 from engine.weights.load import ModelFiles
+from engine.weights.source import load_encoder
 
 log = logging.getLogger(__name__)
 

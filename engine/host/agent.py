@@ -35,7 +35,7 @@ from engine.host.paths import (
     replica_addresses,
 )
 from engine.host.peers import RECEIVED_BYTES_MAX, UNSENT_BYTES_MAX, ReplicaPeer
-from engine.host.reconciler import PlacementReconciler, ReplicaCondition
+from engine.host.reconciler import PlacementReconciler
 from engine.host.replica_handle import ReplicaHandle
 from engine.host.supervisor import (
     ReplicaCommand,
@@ -90,7 +90,7 @@ class HostAgent:
         self._numbers = itertools.count(1)
         self._published = MachineState(spec.name, [])
         self._published_at = 0.0
-        self._conditions: list[ReplicaCondition] = []
+        self._conditions: list[tuple[object, ...]] = []
         self._stops = 0
         self._draining = False
         self._turned_at = clock()

@@ -4,7 +4,7 @@ Where a transition fails it says so, counts it, and lets the policy find another
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from engine.host.demand import DemandTracker
 from engine.host.replica_handle import ReplicaHandle, Transition
@@ -21,16 +21,6 @@ _FAILURES_MAX: Final = 4  # wakes in a row that found no memory; then the proces
 _WITHHELD_S: Final = 60.0  # memory that was not there is not counted on for so long
 _OUT_OF_MEMORY_WORDS: Final = ("DoesNotFit", "OutOfDeviceMemory", "out of memory")  # of a process with too little
 _RETRY_PARTS: Final = 4  # of what a wake that failed needs, one part more is made free before the next
-
-
-class ReplicaCondition(NamedTuple):
-    """The part of a replica's state that its callers wait for."""
-
-    residency: Residency
-    toward: Residency
-    boot: int
-    quarantined: bool
-    problem: str
 
 
 class PlacementReconciler:
@@ -77,18 +67,9 @@ class PlacementReconciler:
         for placement in decision.placements:
             self._apply(self.replicas[placement.name], placement, now)
 
-    def conditions(self, now: float) -> list[ReplicaCondition]:
-        """The part of the state that gateways are to hear at once when it changes."""
-        return [
-            ReplicaCondition(
-                replica.residency,
-                replica.toward,
-                replica.supervisor.boot,
-                replica.supervisor.quarantined(now),
-                replica.reason,
-            )
-            for replica in self.replicas.values()
-        ]
+    def conditions(self, now: float) -> list[tuple[object, ...]]:
+        """The part of the replicas' state that gateways are to hear at once when it changes."""
+        return [replica.condition(now) for replica in self.replicas.values()]
 
     def machine_state(self, now: float) -> MachineState:
         """All that gateways hear of this machine."""
@@ -189,7 +170,8 @@ class PlacementReconciler:
         if status.problem:
             self._on_failure(replica, transition, status, now)
             return
-        replica.succeed()
+        replica.problem = ""
+        replica.backoff.reset()
         self._record(replica, transition, now, status)
         placement = transition.placement
         if transition.kind == "start" and placement.residency is Residency.MEMORY:
@@ -214,7 +196,7 @@ class PlacementReconciler:
     def _on_deadline(self, replica: ReplicaHandle, transition: Transition, now: float) -> None:
         late_s = now - max(transition.began_at, replica.placed_at or 0.0)  # what a start loads is no lateness
         replica.supervisor.kill(f"no answer for {late_s:.1f} s to its order to {transition.kind}, so it was killed")
-        replica.drop_transition()
+        replica.transition = None
         self._record(replica, transition, now, None, f"no answer for {late_s:.1f} s")
 
     def _on_exit(self, replica: ReplicaHandle, now: float) -> None:

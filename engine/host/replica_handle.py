@@ -209,15 +209,6 @@ class ReplicaHandle:
         self.granted_bytes = self.status.device_bytes if self.status.residency is Residency.DEVICE else 0
         self._retry_at = now + self.backoff.fail()
 
-    def succeed(self) -> None:
-        """Its transition was carried out."""
-        self.problem = ""
-        self.backoff.reset()
-
-    def drop_transition(self) -> None:
-        """Its transition will not be carried out any more."""
-        self.transition = None
-
     def on_exit(self) -> Transition | None:
         """The process is gone. The transition that went with it."""
         transition, self.transition = self.transition, None
@@ -278,6 +269,11 @@ class ReplicaHandle:
             evicted_at=self.evicted_at,
             startable=self.supervisor.process is not None or (ready and self.supervisor.startable(now)),
         )
+
+    def condition(self, now: float) -> tuple[object, ...]:
+        """The part of its state that callers wait for; it is to be compared, no more."""
+        supervisor = self.supervisor
+        return self.residency, self.toward, supervisor.boot, supervisor.quarantined(now), self.reason
 
     def state(self, now: float, unplaceable: str, ready_ms: int) -> ReplicaState:
         """The replica as gateways see it. `unplaceable` says why it can be on no device; `ready_ms` is what the policy

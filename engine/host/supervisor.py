@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from engine.hostinfo.gpus import VISIBLE_DEVICES_VARIABLE
 from engine.log import LOG_FORMAT_VARIABLE, convert_line, log, write
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.process.supervised import Backoff, start_child
@@ -220,7 +221,8 @@ class ReplicaSupervisor:
             return False
         os.set_blocking(self.process.output, False)
         self._selector.register(self.process.output, selectors.EVENT_READ, self._read_output)
-        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **_log_fields(environment))
+        gpu = {"gpu": environment[VISIBLE_DEVICES_VARIABLE]} if VISIBLE_DEVICES_VARIABLE in environment else {}
+        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **gpu)
         return True
 
     def poll(self, now: float) -> None:
@@ -351,11 +353,6 @@ class ReplicaSupervisor:
         """Removes what an earlier process left, or this one."""
         remove_socket(self.address)
         self.memory_path.unlink(missing_ok=True)
-
-
-def _log_fields(environment: Mapping[str, str]) -> dict[str, str]:
-    gpu = environment.get("CUDA_VISIBLE_DEVICES")
-    return {} if gpu is None else {"gpu": gpu}
 
 
 def _loading_percent(line: str) -> int | None:

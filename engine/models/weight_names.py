@@ -4,7 +4,7 @@ Decoders (Llama, Mistral, Qwen2, Qwen3) share one naming, to which a config's sw
 XLM-RoBERTa) share another below a prefix of their own, which some checkpoints leave out.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,6 +88,17 @@ def is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> b
     """Tensors that checkpoints carry and this model has no use for: positions written out, and other heads."""
     unused_pooler = not config.scores and name.startswith(f"{prefix}pooler.")
     return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_ENCODER_HEADS)
+
+
+def required_tensors(
+    config: ModelConfig | EncoderConfig, stored: Container[str]
+) -> tuple[list[ParameterEntry], Callable[[str], bool]]:
+    """Every parameter with its tensors, as a checkpoint of these names has them, and which other names may be stored.
+    Raises ModelConfigError where the names are of another architecture."""
+    if isinstance(config, EncoderConfig):
+        prefix = encoder_prefix(stored)
+        return encoder_entries(config, prefix), lambda name: is_unused_encoder_tensor(config, prefix, name)
+    return decoder_entries(config, decoder_prefix(stored)), lambda name: is_unused_tensor(config, name)
 
 
 def _decoder_layer(config: ModelConfig, source: str, prefix: str) -> list[ParameterEntry]:

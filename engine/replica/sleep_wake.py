@@ -4,7 +4,7 @@ It knows neither sockets nor tensors, nor why a model is to be where.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import msgspec
@@ -100,19 +100,7 @@ class SleepController:
 
     def status(self) -> PlacementStatus:
         """Where the replica is, and what it holds there."""
-        usage = self._sleeper.usage()
-        return PlacementStatus(
-            self.residency,
-            device_bytes=usage.device_bytes,
-            asleep_bytes=usage.asleep_bytes,
-            min_bytes=usage.min_bytes,
-            max_bytes=usage.max_bytes,
-            memory_bytes=usage.host_bytes,
-            weights_bytes=usage.weights_bytes,
-            kv_bytes=usage.kv_bytes,
-            kept_bytes=usage.host_kv_bytes,
-            standby_bytes=usage.standby_bytes,
-        )
+        return PlacementStatus(self.residency, **asdict(self._sleeper.usage()))
 
     # Inside
 

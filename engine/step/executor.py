@@ -123,7 +123,7 @@ class MemoryUsage:
 
     device_bytes    held now; asleep_bytes of them also while it sleeps.
     min_bytes       held at least while it is awake, with as little KV as it can serve with; max_bytes at most.
-    host_bytes      held of host memory; host_kv_bytes of them are KV.
+    memory_bytes    held of host memory; kept_bytes of them are KV.
     weights_bytes   of the weights, and kv_bytes of the mapped KV, on the device.
     standby_bytes   of host memory that a sleeping model holds at most.
     """
@@ -132,10 +132,10 @@ class MemoryUsage:
     asleep_bytes: int
     min_bytes: int
     max_bytes: int
-    host_bytes: int
+    memory_bytes: int
     weights_bytes: int
     kv_bytes: int
-    host_kv_bytes: int
+    kept_bytes: int
     standby_bytes: int
 
 

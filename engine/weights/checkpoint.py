@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from engine.models.weight_names import TensorSource
+from engine.models.weight_names import ParameterEntry
 from engine.weights.bf12_reader import gather_tensors, read_metadata
 from engine.weights.safetensors_header import read_header, tensors_in
 from engine.weights.tensor_index import BF12, ITEM_BYTES, CheckpointError, StoredTensor, abbreviate_names
@@ -42,20 +42,21 @@ class Checkpoint:
     def bytes(self) -> int:
         return sum(stored.bytes for stored in self.tensors.values())
 
-    def require(self, sources: Iterable[TensorSource], is_unused: Callable[[str], bool]) -> None:
-        """Raises CheckpointError unless the tensors are exactly `sources`, apart from names that `is_unused`."""
-        wanted = {source.name: source.shape for source in sources}
-        missing = [name for name in wanted if name not in self.tensors]
-        extra = [name for name in self.tensors if name not in wanted and not is_unused(name)]
+    def require(self, table: Iterable[ParameterEntry], is_unused: Callable[[str], bool]) -> None:
+        """Raises CheckpointError unless the tensors are exactly the table's, apart from names that `is_unused`."""
+        shapes = {source.name: source.shape for entry in table for source in entry.sources}
+        missing = [name for name in shapes if name not in self.tensors]
+        extra = [name for name in self.tensors if name not in shapes and not is_unused(name)]
+        required = {name: self.tensors[name] for name in shapes if name in self.tensors}
         wrong = [
-            f"{name} is {list(self.tensors[name].shape)}, config.json means {list(shape)}"
-            for name, shape in wanted.items()
-            if name in self.tensors and self.tensors[name].shape != shape
+            f"{name} is {list(stored.shape)}, config.json means {list(shapes[name])}"
+            for name, stored in required.items()
+            if stored.shape != shapes[name]
         ]
         wrong += [
-            f"{name} has dtype {self.tensors[name].dtype}; {', '.join(ITEM_BYTES)} are supported"
-            for name in wanted
-            if name in self.tensors and self.tensors[name].dtype not in (*ITEM_BYTES, BF12)
+            f"{name} has dtype {stored.dtype}; {', '.join(ITEM_BYTES)} are supported"
+            for name, stored in required.items()
+            if stored.dtype not in (*ITEM_BYTES, BF12)
         ]
         for problem, names in (("lacks", missing), ("has tensors that the model has no place for:", extra)):
             if names:

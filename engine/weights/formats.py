@@ -5,7 +5,7 @@ business of the linear layer that takes its tensors (assembly.py).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,31 +21,9 @@ WORDS, SCALES, FIRSTS, PLACES, VALUES = ".words", ".scales", ".firsts", ".places
 _BF16_BYTES: Final = 2
 
 
-class WeightFormat(Protocol):
-    """How one parameter lies on its device."""
-
-    @property
-    def is_bf12(self) -> bool: ...
-
-    @property
-    def numbers(self) -> int: ...
-
-    def tensors(self, parameter: str) -> TensorShapes:
-        """What lies in memory, by name."""
-        ...
-
-    def main_tensor(self, parameter: str) -> str:
-        """The one of these that sources are read into, below each other."""
-        ...
-
-    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        """Fills the tensors beside the main one. `escapes` are those of the sources that are stored as bf12."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class PlainFormat:
-    """One tensor of the parameter's name."""
+    """One tensor of the parameter's name, a number as it is."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -56,18 +34,20 @@ class PlainFormat:
         return self.shape.numel()
 
     def tensors(self, parameter: str) -> TensorShapes:
+        """The tensors in memory, by name."""
         return {parameter: (self.shape, self.dtype)}
 
     def main_tensor(self, parameter: str) -> str:
+        """The one of these that sources are read into, below each other."""
         return parameter
 
     def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        """Does nothing: escapes are numbers among the others."""
+        """Fills the tensors beside the main one, of which there are none: escapes are numbers among the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bf12Format:
-    """A codec.Bf12Weight: words, and an index of what they leave out."""
+    """A codec.Bf12Weight: words, and an index of what they leave out. Its methods are PlainFormat's."""
 
     outputs: int
     inputs: int
@@ -92,6 +72,7 @@ class Bf12Format:
         return parameter + WORDS
 
     def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """Fills the tensors beside the words. `escapes` are those of the sources, which are stored as bf12."""
         index = index_escapes(escapes)
         tensors[parameter + SCALES].copy_(index.scales_N)
         tensors[parameter + FIRSTS].copy_(index.firsts_G)
@@ -99,6 +80,7 @@ class Bf12Format:
         tensors[parameter + VALUES].copy_(index.values_E)
 
 
+WeightFormat = PlainFormat | Bf12Format
 WeightFormats = Mapping[str, WeightFormat]  # by parameter
 
 

@@ -1,5 +1,5 @@
-"""Where a decoder's parameters come from: its folder's files, or made up; and what they will be on their device, which
-is known before any of them is there. It runs nothing.
+"""Where a model's parameters come from: its folder's files, or made up; and what a decoder's will be on their device,
+which is known before any of them is there. It runs nothing.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig
+from engine.models.bert import EncoderParameters, assemble_encoder
+from engine.models.config import EncoderConfig, ModelConfig
 from engine.models.decoder_layer import DecoderParameters
-from engine.models.weight_names import ParameterEntry, decoder_entries, decoder_prefix, is_unused_tensor
+from engine.models.weight_names import ParameterEntry, decoder_entries, encoder_entries, required_tensors
+from engine.protocol.specs import ModelSpec
 from engine.weights.assembly import assemble_decoder
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import (
@@ -31,7 +33,7 @@ from engine.weights.random import random_tensors
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """The parameters of one model on one device. `checkpoint` is None where they are made up; else what its headers say
+    """The parameters of a decoder on one device. `checkpoint` is None where they are made up; else what its headers say
     holds for as long as load.ModelFiles finds the folder unchanged."""
 
     config: ModelConfig
@@ -48,10 +50,8 @@ class WeightSource:
             table = decoder_entries(config)
             return cls(config, dtype, device, None, table, plain_formats(table, dtype))
         checkpoint = Checkpoint(folder)
-        table = decoder_entries(config, decoder_prefix(checkpoint.tensors))
-        checkpoint.require(
-            (source for entry in table for source in entry.sources), lambda name: is_unused_tensor(config, name)
-        )
+        table, is_unused = required_tensors(config, checkpoint.tensors)
+        checkpoint.require(table, is_unused)
         return cls(config, dtype, device, checkpoint, table, select_formats(table, checkpoint.tensors, dtype, device))
 
     @property
@@ -86,3 +86,16 @@ class WeightSource:
         else:
             tensors = load_tensors(self.checkpoint, self.table, self.formats, self.device, beat, into)
         return assemble_decoder(self.config, tensors, beat)
+
+
+def load_encoder(
+    model: ModelSpec, config: EncoderConfig, dtype: torch.dtype, device: torch.device, beat: Callable[[], None]
+) -> EncoderParameters:
+    """Reads an encoder's parameters, or makes them up. Calls `beat` after each tensor. Raises CheckpointError."""
+    if model.random_weights:
+        return assemble_encoder(config, random_tensors(encoder_entries(config, ""), dtype, device, beat), beat)
+    checkpoint = Checkpoint(Path(model.folder))
+    table, is_unused = required_tensors(config, checkpoint.tensors)
+    checkpoint.require(table, is_unused)
+    tensors = load_tensors(checkpoint, table, plain_formats(table, dtype), device, beat)
+    return assemble_encoder(config, tensors, beat)

@@ -9,7 +9,7 @@ that it takes a tenth of a second.
 
 import math
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -20,22 +20,13 @@ from engine.models.config import ENCODER_ARCHITECTURES as ENCODERS
 from engine.models.config import (
     HEADLESS,
     EncoderConfig,
-    ModelConfig,
     ModelConfigError,
     is_encoder,
     read_decoder_config,
     read_encoder_config,
     read_json,
 )
-from engine.models.weight_names import (
-    ParameterEntry,
-    decoder_entries,
-    decoder_prefix,
-    encoder_entries,
-    is_unused_encoder_tensor,
-    is_unused_tensor,
-)
-from engine.models.weight_names import encoder_prefix as encoder_prefix_of
+from engine.models.weight_names import ParameterEntry, required_tensors
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
@@ -54,13 +45,12 @@ def inspect_weights(model: ModelSpec) -> InspectionReport:
     checkpoint = Checkpoint(folder)
     if config.layers > len(checkpoint.tensors):
         raise CheckpointError(f"{folder} has {len(checkpoint.tensors)} tensors for the {config.layers} layers it names")
-    table, is_unused = _required_tensors(config, checkpoint.tensors)
-    sources = [source for entry in table for source in entry.sources]
-    checkpoint.require(sources, is_unused)
+    table, is_unused = required_tensors(config, checkpoint.tensors)
+    checkpoint.require(table, is_unused)
     decoder = [] if isinstance(config, EncoderConfig) else table
     bf12 = [(entry, planes) for entry in decoder if (planes := bf12_sources(entry, checkpoint.tensors))]
     return InspectionReport(
-        numbers=sum(math.prod(source.shape) for source in sources),
+        numbers=sum(math.prod(source.shape) for entry in table for source in entry.sources),
         coded_numbers=sum(math.prod(source.shape) for entry, _ in bf12 for source in entry.sources),
         coded_bytes=sum(_bf12_bytes(entry, planes) for entry, planes in bf12),
     )
@@ -79,16 +69,6 @@ def _require_known(folder: Path) -> None:
     known = (*DECODERS, *HEADLESS, *ENCODERS)
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise ModelConfigError(f"{folder}: architectures {names!r} is not supported; one of {', '.join(known)} is")
-
-
-def _required_tensors(
-    config: ModelConfig | EncoderConfig, stored: Container[str]
-) -> tuple[list[ParameterEntry], Callable[[str], bool]]:
-    """Every parameter with its tensors, and which other names may be stored."""
-    if isinstance(config, EncoderConfig):
-        prefix = encoder_prefix_of(stored)
-        return encoder_entries(config, prefix), lambda name: is_unused_encoder_tensor(config, prefix, name)
-    return decoder_entries(config, decoder_prefix(stored)), lambda name: is_unused_tensor(config, name)
 
 
 def main() -> int:

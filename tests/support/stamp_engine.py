@@ -241,10 +241,10 @@ class Stamps:
             asleep_bytes=0,
             min_bytes=min_extents * extent_bytes,
             max_bytes=self.extents * extent_bytes,
-            host_bytes=kept_bytes,
+            memory_bytes=kept_bytes,
             weights_bytes=0,
             kv_bytes=kv_bytes,
-            host_kv_bytes=kept_bytes,
+            kept_bytes=kept_bytes,
             standby_bytes=min_extents * extent_bytes,
         )
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.bf12.codec import (
+    Bf12Matrix,
     choose_bases,
     count_code_use,
     decode,
@@ -32,6 +33,11 @@ def based(weight_NK: Tensor, base: int) -> Tensor:
     return torch.full((len(weight_NK),), base, dtype=torch.uint8)
 
 
+def escape_rate(matrix: Bf12Matrix) -> float:
+    """Escapes per number."""
+    return len(matrix.escapes.positions_E) / (matrix.escapes.outputs * matrix.escapes.inputs)
+
+
 def every_value() -> Tensor:
     """All 65,536 bit patterns, [256, 256]."""
     return torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(256, 256).view(torch.bfloat16)
@@ -55,13 +61,13 @@ def test_each_of_all_values_comes_back_from_every_base(base: int) -> None:
 @pytest.mark.parametrize("sigma", [1e-6, 0.01, 0.014, 0.02, 0.028, 0.04, 1.0, 3e4])
 def test_gaussian_numbers_of_any_width_leave_few_escapes(sigma: float) -> None:
     weight_NK = gaussian(512, 1024, sigma)
-    assert encode(weight_NK, choose_bases(weight_NK)).escapes.rate < 0.00012
+    assert escape_rate(encode(weight_NK, choose_bases(weight_NK))) < 0.00012
 
 
 def test_rows_of_any_size_beside_each_other_leave_few_escapes() -> None:
     weight_NK = gaussian(512, 1024) * torch.logspace(-30, 30, 512, dtype=torch.bfloat16)[:, None]
     coded = encode(weight_NK, choose_bases(weight_NK))
-    assert coded.escapes.rate < 0.00012
+    assert escape_rate(coded) < 0.00012
     assert same_bits(decode(coded), weight_NK)
 
 
@@ -106,7 +112,7 @@ def test_counted_exponents_say_how_many_have_each_code() -> None:
 def test_a_matrix_of_what_has_no_code_is_all_escapes_and_comes_back(fill: float) -> None:
     weight_NK = torch.full((16, 128), fill, dtype=torch.bfloat16)
     coded = encode(weight_NK, choose_bases(weight_NK))
-    assert coded.escapes.rate == (0.0 if fill == 0.0 else 1.0)
+    assert escape_rate(coded) == (0.0 if fill == 0.0 else 1.0)
     assert same_bits(decode(coded), weight_NK)
 
 

@@ -475,12 +475,12 @@ def test_what_was_kept_is_gone_from_the_host_when_it_is_back(tmp_path: Path) -> 
     device.sleeper.sleep([3, 9])
     (piece,) = device.paged._host_tier._pinned.pieces
     assert piece.any()
-    assert device.sleeper.usage().host_kv_bytes == 2 * device.paged.pool.shape.block_bytes
+    assert device.sleeper.usage().kept_bytes == 2 * device.paged.pool.shape.block_bytes
     device.sleeper.wake([0], [0, 1])
     assert device.sleeper.arrived()
     device.paged._host_tier._pinned.wait()
     assert not piece.any()
-    assert device.sleeper.usage().host_kv_bytes == 0
+    assert device.sleeper.usage().kept_bytes == 0
 
 
 def test_the_hosts_copy_is_made_in_idle_moments_once(tmp_path: Path) -> None:
@@ -509,12 +509,12 @@ def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
     device.sleeper.sleep([1])
     asleep = device.sleeper.usage()
     assert (asleep.device_bytes, asleep.kv_bytes) == (sizes.asleep_bytes, 0)
-    assert asleep.host_bytes == sizes.weights_bytes + device.paged._host_tier.held_bytes
+    assert asleep.memory_bytes == sizes.weights_bytes + device.paged._host_tier.held_bytes
     device.sleeper.wake([0], [0])
     device.sleeper.sleep(list(range(device.paged.layout.min_extents * pool.extent_blocks)))
     assert (
-        asleep.host_bytes
-        <= device.sleeper.usage().host_bytes
+        asleep.memory_bytes
+        <= device.sleeper.usage().memory_bytes
         == device.sleeper.usage().standby_bytes
         == sizes.standby_bytes
     )

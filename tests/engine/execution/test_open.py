@@ -255,7 +255,7 @@ def test_what_wakes_says_the_same_and_reads_the_kv_that_was_kept(
     for cycle in range(3):
         moved = runner.sleeper.sleep(table[:7])
         assert (runner.paged.mapped, moved) == ([], sum(rows.nbytes for rows in layers))
-        assert runner.sleeper.usage().host_kv_bytes == moved
+        assert runner.sleeper.usage().kept_bytes == moved
         runner.sleeper.wake(range(4), restored := list(range(cycle, cycle + 14, 2)))
         assert runner.sleeper.arrived()
         for before, after in zip(layers, runner.paged.pool.layers, strict=True):
@@ -300,7 +300,7 @@ def test_sizes_say_what_is_held_awake_and_asleep(folders: dict[str, Path]) -> No
     assert runner.sleeper.usage().device_bytes == held.device_bytes + runner.paged.layout.extent_bytes
     runner.sleeper.sleep([])
     asleep = runner.sleeper.usage()
-    assert (asleep.device_bytes, asleep.kv_bytes, asleep.host_kv_bytes) == (0, 0, 0)
+    assert (asleep.device_bytes, asleep.kv_bytes, asleep.kept_bytes) == (0, 0, 0)
     assert (asleep.min_bytes, asleep.max_bytes) == (held.min_bytes, held.max_bytes)
 
 

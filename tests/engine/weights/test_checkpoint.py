@@ -25,8 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 def checked(folder: Path) -> Checkpoint:
     checkpoint, config = Checkpoint(folder), read_decoder_config(folder)
-    sources = (source for entry in decoder_entries(config) for source in entry.sources)
-    checkpoint.require(sources, lambda name: is_unused_tensor(config, name))
+    checkpoint.require(decoder_entries(config), lambda name: is_unused_tensor(config, name))
     return checkpoint
 
 
