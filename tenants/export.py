@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final
 import msgspec
 from msgspec import structs
 
-from tenants.audit import PAGE, SYSTEM
+from tenants.audit import PAGE, SYSTEM, AuditLog
 from tenants.records.accounts import Account
 from tenants.records.audit_entry import AuditEntry
 from tenants.records.limits import NO_LIMITS, Limits
@@ -112,14 +112,15 @@ async def export(
 async def _lines(
     store: Store, secret: bytes, accounts: Sequence[Account], now_s: int, whole: bool, usage: bool, audit: bool
 ) -> AsyncIterator[_Line]:
+    log = AuditLog(store.audit, secret)
     yield _Header(FORMAT, now_s, secret_fingerprint(secret))
     plans = {account.plan.name: account.plan for account in accounts}
     stored = {plan.name: plan for plan in await store.accounts.plans()} if whole else {}
     for _, plan in sorted({**plans, **stored}.items()):
         yield _Plan(plan)
     if whole and audit:
-        async for entry in _entries(store, SYSTEM):
-            yield entry
+        async for entry in log.entries(SYSTEM):
+            yield _Audit(entry)
     for account in accounts:
         yield _account_line(account)
         for token in await store.accounts.tokens(account.id):
@@ -127,27 +128,14 @@ async def _lines(
             assert row is not None, f"token {token.id} of {account.id} is listed and missing"
             yield _Token(row[0], list(row[1]))
         if usage:
-            async for record in _records(store, account.id, now_s):
-                yield record
+            today = now_s // 86_400
+            rows = await store.quotas.usage(account.id, today - RETENTION_DAYS, today + 1)
+            for day in sorted({row.day for row in rows}):
+                for record in await store.quotas.records(account.id, day):
+                    yield _Usage(record)
         if audit:
-            async for entry in _entries(store, account.id):
-                yield entry
-
-
-async def _records(store: Store, account_id: str, now_s: int) -> AsyncIterator[_Usage]:
-    today = now_s // 86_400
-    used = await store.quotas.usage(account_id, today - RETENTION_DAYS, today + 1)
-    for day in sorted({row.day for row in used}):
-        for record in await store.quotas.records(account_id, day):
-            yield _Usage(record)
-
-
-async def _entries(store: Store, account_id: str) -> AsyncIterator[_Audit]:
-    seq = 1
-    while page := await store.audit.entries(account_id, seq, PAGE):
-        for entry in page:
-            yield _Audit(entry)
-        seq += len(page)
+            async for entry in log.entries(account.id):
+                yield _Audit(entry)
 
 
 @dataclass(slots=True)
@@ -262,8 +250,7 @@ class _Merger:
         self._default_in_use = any(account.plan.name == DEFAULT_PLAN.name for account in known.values())
         self._write = write
         self._plans: dict[str, Plan] = {}
-        self._tokens: set[str] = set()
-        self._accounts: set[str] = set()
+        self._seen: set[tuple[str, str]] = set()  # kinds and ids
         self._account = SYSTEM  # whose lines these are
         self._record: tuple[int, str] = (0, "")  # the day and id of the record before
         self._seq = 0  # of the audit entry before
@@ -283,7 +270,7 @@ class _Merger:
                 await self._merge_entries([line.entry for line in lines if isinstance(line, _Audit)])
 
     async def _merge_plan(self, plan: Plan) -> None:
-        _require_unique("plan", plan.name, plan.name in self._plans)
+        self._require_first("plan", plan.name)
         self._plans[plan.name] = plan
         existing = self._stored_plans.get(plan.name) or (DEFAULT_PLAN if plan.name == DEFAULT_PLAN.name else None)
         if existing is not None and structs.replace(existing, revision=0) == structs.replace(plan, revision=0):
@@ -295,10 +282,9 @@ class _Merger:
             await self._store.accounts.put_plan(structs.replace(plan, revision=1))
 
     async def _merge_account(self, line: _Account) -> None:
-        _require_unique("account", line.id, line.id in self._accounts)
+        self._require_first("account", line.id)
         if line.plan not in self._plans:
             raise InvalidExport(f"account {line.id} has the plan {line.plan}, which is not in the file")
-        self._accounts.add(line.id)
         self._account, self._record, self._seq = line.id, (0, ""), 0
         existing = self._known.get(line.id)
         if existing is not None:
@@ -313,8 +299,7 @@ class _Merger:
             await self._store.accounts.add(self._known[line.id])
 
     async def _merge_token(self, token: ApiToken, seals: list[TokenDigest]) -> None:
-        _require_unique("token", token.id, token.id in self._tokens)
-        self._tokens.add(token.id)
+        self._require_first("token", token.id)
         self._check_owner(token.account_id)
         # A Redis without any account does not answer this: it takes itself for one that was emptied.
         existing = await self._store.accounts.token(token.id) if self._known else None
@@ -341,9 +326,9 @@ class _Merger:
         existing = {record.request_id: record for record in await self._store.quotas.records(account_id, day)}
         added = []
         for record in records:
-            key = (day, record.request_id)
-            _require_unique("usage record", record.request_id, key <= self._record)
-            self._record = key
+            if (day, record.request_id) <= self._record:
+                raise InvalidExport(f"the usage record {record.request_id} is in the file twice")
+            self._record = (day, record.request_id)
             if record.request_id not in existing:
                 added.append(record)
             elif existing[record.request_id] != record:
@@ -357,31 +342,28 @@ class _Merger:
         """Merges one account's entries with the stored chain: one is the beginning of the other."""
         account_id, first = entries[0].account_id, entries[0].seq
         self._check_owner(account_id)
+        log = f"the audit log of {account_id or 'the system'}"
         for entry in entries:
             if entry.seq != self._seq + 1:
-                raise InvalidExport(
-                    f"the audit log of {account_id or 'the system'} lacks what is before entry {entry.seq}"
-                )
+                raise InvalidExport(f"{log} lacks what is before entry {entry.seq}")
             self._seq = entry.seq
         existing = await self._store.audit.entries(account_id, first, len(entries))
         if list(existing) != entries[: len(existing)]:
-            raise InvalidExport(
-                f"the audit log of {account_id or 'the system'} is another one here, from entry {first} on"
-            )
+            raise InvalidExport(f"{log} is another one here, from entry {first} on")
         self.imported.entries += len(entries) - len(existing)
         if self._write:
             for entry in entries[len(existing) :]:
                 if not await self._store.audit.append(entry):
                     raise ValueError(f"others wrote to the audit log of {account_id} meanwhile: it is not all there")
 
+    def _require_first(self, kind: str, key: str) -> None:
+        if (kind, key) in self._seen:
+            raise InvalidExport(f"the {kind} {key} is in the file twice")
+        self._seen.add((kind, key))
+
     def _check_owner(self, account_id: str) -> None:
         if account_id != self._account:
             raise InvalidExport(f"a line of account {account_id} is not behind its account's line")
-
-
-def _require_unique(kind: str, key: str, seen: bool) -> None:
-    if seen:
-        raise InvalidExport(f"the {kind} {key} is in the file twice")
 
 
 def _account_line(account: Account) -> _Account:

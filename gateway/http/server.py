@@ -58,15 +58,12 @@ class DrainableApp(Protocol):
     @property
     def open_requests(self) -> int:
         """Requests that a drain waits for."""
-        ...
 
     def drain(self) -> None:
         """Refuses new work from now on; what runs goes on."""
-        ...
 
     def interrupt(self) -> None:
         """Ends what still runs, each request with an error that says why."""
-        ...
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 

@@ -79,15 +79,9 @@ class AccountService:
             else:
                 seen = await self._look_up(credential, seen)
             self._remember(key, seen)
-        token_id = seen.token.id
-        if seen.token.revoked_at is not None:
-            raise UnknownToken(f"ApiToken {token_id} was revoked")
-        if seen.token.expires_at is not None and now >= seen.token.expires_at:
-            raise UnknownToken(f"ApiToken {token_id} has expired")
         if seen.until is not None and now >= seen.until:
-            raise UnknownToken(f"this secret of ApiToken {token_id} was rolled")
-        if seen.caller.account.suspended_at is not None:
-            raise AccountSuspended(f"account {seen.caller.account.id} is suspended")
+            raise UnknownToken(f"this secret of ApiToken {seen.token.id} was rolled")
+        _require_live(seen.token, seen.caller.account, now)
         return seen.caller
 
     async def caller_of(self, account_id: str, token_id: str) -> Caller:
@@ -96,13 +90,8 @@ class AccountService:
         row, account = await self._store.accounts.token(token_id), await self._store.accounts.get(account_id)
         if account is None:
             raise UnknownToken(f"there is no account {account_id}")
-        if account.suspended_at is not None:
-            raise AccountSuspended(f"account {account.id} is suspended")
-        if row is None:
-            return await self._caller(account, ApiToken(token_id, account.id, token_id, account.created_at))
-        token = row[0]
-        if token.revoked_at is not None or (token.expires_at is not None and self._clock() >= token.expires_at):
-            raise UnknownToken(f"ApiToken {token_id} was revoked or has expired")
+        token = ApiToken(token_id, account.id, token_id, account.created_at) if row is None else row[0]
+        _require_live(token, account, self._clock())
         return await self._caller(account, token)
 
     async def _look_up(self, credential: str, seen: _Verified | None) -> _Verified:
@@ -117,37 +106,25 @@ class AccountService:
             raise UnknownToken(f"no ApiToken {token_id}")
         token, digests, account = row
         digest = self._digest(credential)
-        opened = [one for one in digests if hmac.compare_digest(digest, one.digest) and one.pepper == PEPPER]
-        if not opened:
-            raise UnknownToken(f"ApiToken {token_id} has another secret")
-        return _Verified(await self._caller(account, token), token, opened[0].until, asked_at)
+        for secret in digests:
+            if hmac.compare_digest(digest, secret.digest) and secret.pepper == PEPPER:
+                return _Verified(await self._caller(account, token), token, secret.until, asked_at)
+        raise UnknownToken(f"ApiToken {token_id} has another secret")
 
     async def _look_up_jwt(self, issuers: JwtVerifier, credential: str) -> _Verified:
         try:
-            proof = await issuers.verify(credential)
+            token = await issuers.verify(credential)
         except InvalidJwt as refused:
             raise UnknownToken(f"the JWT is refused: {refused}") from None
         asked_at = self._clock()
-        account = await self._store.accounts.get(proof.account_id)
+        account = await self._store.accounts.get(token.account_id)
         if account is None:
-            raise UnknownToken(f"the JWT is refused: there is no account {proof.account_id}")
-        times = (proof.issued_at, proof.expires_at)
-        token = ApiToken(proof.token_id, account.id, proof.token_id, *times, grant=proof.grant)
+            raise UnknownToken(f"the JWT is refused: there is no account {token.account_id}")
         return _Verified(await self._caller(account, token), token, None, asked_at)
 
     async def _caller(self, account: Account, token: ApiToken) -> Caller:
-        scope = await self._shared_scope(account)
-        own_scope = self.scope(account.id)
-        return Caller(
-            account=account,
-            token_id=token.id,
-            grant=token.grant,
-            expires_at=token.expires_at,
-            limits=account.limits,
-            token_limits=token.limits,
-            scope=scope,
-            account_scope=own_scope,
-        )
+        scopes = await self._shared_scope(account), self.scope(account.id)
+        return Caller(account, token.id, token.grant, token.expires_at, account.limits, token.limits, *scopes)
 
     async def _shared_scope(self, account: Account) -> bytes:
         """The scope of its sharing group once all members name the very same accounts, else its own."""
@@ -198,9 +175,7 @@ class AccountService:
                 raise Conflict(f"the account has revision {account.revision} by now, not {revision}: read it again")
             changed = structs.replace(change(account), revision=account.revision + 1)
             if changed.settings.zero_retention and not account.settings.zero_retention:
-                changed = structs.replace(
-                    changed, epoch=changed.epoch + 1
-                )  # prefixes that were cached before must go too
+                changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before must go too
             if await self._store.accounts.update(changed):
                 if changed.settings.zero_retention:
                     await self._store.batches.discard(account_id)
@@ -239,7 +214,7 @@ class AccountService:
         more plans than PLANS_MAX.
         """
         for _ in range(AMENDS_MAX):
-            revisions = {one.name: one.revision for one in await self._store.accounts.plans()}
+            revisions = {stored.name: stored.revision for stored in await self._store.accounts.plans()}
             before = revisions.get(plan.name, 0)
             if revision is not None and revision != before:
                 raise Conflict(f"plan {plan.name} has revision {before} by now, not {revision}: read it again")
@@ -269,12 +244,10 @@ class AccountService:
         limits: Limits = NO_LIMITS,
     ) -> tuple[ApiToken, str]:
         """A new ApiToken and its text, shown this once and kept nowhere. `expires_at` is seconds since 1970."""
-        text = token_text(base62(int.from_bytes(self._entropy(8), "big"), ID_LENGTH), self._entropy)
-        expiry = None if expires_at is None else int(expires_at)
-        now = int(self._clock())
-        token = ApiToken(
-            parse_token(text), account_id, checked_name(name), now, expiry, grant=grant or Grant(), limits=limits
-        )
+        token_id = base62(int.from_bytes(self._entropy(8), "big"), ID_LENGTH)
+        text = token_text(token_id, self._entropy)
+        times = (int(self._clock()), None if expires_at is None else int(expires_at))
+        token = ApiToken(token_id, account_id, checked_name(name), *times, grant=grant or Grant(), limits=limits)
         if not await self._store.accounts.add_token(token, TokenDigest(self._digest(text), PEPPER)):
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return token, text
@@ -332,6 +305,16 @@ class AccountService:
 
     def _digest(self, text: str) -> bytes:
         return hmac.digest(self._pepper, text.encode(), "sha256")
+
+
+def _require_live(token: ApiToken, account: Account, now: float) -> None:
+    """Raises UnknownToken, AccountSuspended."""
+    if token.revoked_at is not None:
+        raise UnknownToken(f"ApiToken {token.id} was revoked")
+    if token.expires_at is not None and now >= token.expires_at:
+        raise UnknownToken(f"ApiToken {token.id} has expired")
+    if account.suspended_at is not None:
+        raise AccountSuspended(f"account {account.id} is suspended")
 
 
 def checked_name(name: str) -> str:

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from tenants.auth.jwt import InvalidJwt, read_jwt
 from tenants.records.grants import Grant, Permission
+from tenants.records.tokens import ApiToken
 from tenants.store.protocol import Clock, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -110,19 +111,8 @@ class _Claims(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class JwtIdentity:
-    """The account and rights of an accepted JWT. `token_id` is the same for all JWTs of one issuer and subject."""
-
-    account_id: str
-    token_id: str
-    grant: Grant
-    issued_at: int
-    expires_at: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Proven:
-    identity: JwtIdentity
+    token: ApiToken
     keys: "JwksCache"
     kid: str
     key: "PublicKey"
@@ -143,16 +133,17 @@ class JwtVerifier:
             for _, keys in self._by_iss.values():
                 group.create_task(keys.run())
 
-    async def verify(self, text: str) -> JwtIdentity:
-        """Raises InvalidJwt or IssuerUnavailable. Costs one hash for a text that was accepted before."""
+    async def verify(self, text: str) -> ApiToken:
+        """The account and rights of a JWT, as a token that no store has; its id is the same for all JWTs of one issuer
+        and subject. Raises InvalidJwt or IssuerUnavailable. Costs one hash for a text that was accepted before."""
         digest = hashlib.sha256(text.encode()).digest()
         proven = self._proven.get(digest)
         if proven is None or (proven.keys.known or {}).get(proven.kid) is not proven.key:
             proven = await self._prove(text)
-        if self._clock() >= proven.identity.expires_at:
+        if self._clock() >= (proven.token.expires_at or 0):
             raise InvalidJwt("it has expired")
         self._remember(digest, proven)
-        return proven.identity
+        return proven.token
 
     def _remember(self, digest: bytes, proven: _Proven) -> None:
         self._proven[digest] = proven
@@ -176,7 +167,7 @@ class JwtVerifier:
         if not keys.signed(text, key):
             raise InvalidJwt("its signature is not that key's")
         try:
-            return _Proven(identity_of(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
+            return _Proven(token_of(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
         except InvalidJwt as refused:
             self._log_once(issuer.name, str(refused)[:REASON_MAX])
             raise
@@ -192,13 +183,11 @@ def keys_of(issuer: Issuer) -> "JwksCache":
     """The issuer's keys, not fetched yet. Importing cryptography takes 0.1 s, which only servers with issuers pay."""
     from tenants.auth.jwks import JwksCache
 
-    place = issuer.jwks_url or issuer.jwks_file
-    assert place is not None, "an issuer has a place of its keys"
-    return JwksCache(place, issuer.algorithm, issuer.ca_file)
+    return JwksCache(issuer.jwks_url or issuer.jwks_file or "", issuer.algorithm, issuer.ca_file)
 
 
-def identity_of(issuer: Issuer, claims: dict[str, Any], now: float) -> JwtIdentity:
-    """The identity in claims that this issuer signed, until they expire. Raises InvalidJwt."""
+def token_of(issuer: Issuer, claims: dict[str, Any], now: float) -> ApiToken:
+    """The account and rights in claims that this issuer signed, until they expire. Raises InvalidJwt."""
     try:
         registered = msgspec.convert(claims, _Claims)
     except msgspec.ValidationError as error:
@@ -211,10 +200,8 @@ def identity_of(issuer: Issuer, claims: dict[str, Any], now: float) -> JwtIdenti
         raise InvalidJwt("its 'nbf' lies in the future")
     if registered.exp - registered.iat > issuer.token_s_max:
         raise InvalidJwt(f"it lives for {registered.exp - registered.iat:.0f} s; the most is {issuer.token_s_max}")
-    token_id = _token_id(issuer.name, registered.sub)
-    return JwtIdentity(
-        _account(issuer, claims), token_id, _grant(issuer, claims), int(registered.iat), int(registered.exp)
-    )
+    token_id, times = _token_id(issuer.name, registered.sub), (int(registered.iat), int(registered.exp))
+    return ApiToken(token_id, _account(issuer, claims), token_id, *times, grant=_grant(issuer, claims))
 
 
 def _account(issuer: Issuer, claims: dict[str, Any]) -> str:
@@ -229,7 +216,7 @@ def _account(issuer: Issuer, claims: dict[str, Any]) -> str:
 def _grant(issuer: Issuer, claims: dict[str, Any]) -> Grant:
     """Words that are no permissions, or more than the issuer may give, give nothing."""
     words = _words(claims, issuer.permissions_claim, issuer.permissions)
-    permissions = tuple(one for one in Permission if one in words and one in issuer.permissions_max)
+    permissions = tuple(word for word in Permission if word in words and word in issuer.permissions_max)
     if not permissions:
         raise InvalidJwt(f"its '{issuer.permissions_claim}' gives no permission")
     try:

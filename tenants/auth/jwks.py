@@ -35,38 +35,32 @@ log = logging.getLogger(__name__)
 
 
 class JwksCache:
-    """The keys at an https url, or in a file, for one algorithm. `run` fetches; everybody else only waits for it."""
+    """The keys at an https url, or in a file, for one algorithm. `run` fetches; everybody else only waits for it.
+
+    `known` are the keys by key id, of the last fetch that succeeded, None before the first; `problem` is why the last
+    fetch failed, if it did.
+    """
 
     def __init__(self, location: str, algorithm: str, ca_file: str | None) -> None:
         self._location = location
         self._algorithm = algorithm
         self._ca_file = ca_file
         self._signatures = jwt.PyJWS(algorithms=[algorithm])
-        self._keys: dict[str, PublicKey] | None = None
-        self._problem: str | None = None
+        self.known: dict[str, PublicKey] | None = None
+        self.problem: str | None = None
         self._refresh_requested = asyncio.Event()
         self._fetched = asyncio.Event()  # not set: a fetch is requested or running
         self._next_request = 0.0
 
-    @property
-    def problem(self) -> str | None:
-        """Why the last fetch failed, if it did."""
-        return self._problem
-
-    @property
-    def known(self) -> dict[str, PublicKey] | None:
-        """The keys by key id, of the last fetch that succeeded; None before the first."""
-        return self._keys
-
     async def key(self, kid: str) -> PublicKey | None:
         """Returns None if the issuer has no such key, as far as can be known within FETCH_S. One fetch serves all that
         wait."""
-        if self._keys is None or kid not in self._keys:
+        if self.known is None or kid not in self.known:
             self._request_refresh()
             with suppress(TimeoutError):
                 async with asyncio.timeout(FETCH_S):
                     await self._fetched.wait()
-        return (self._keys or {}).get(kid)
+        return (self.known or {}).get(kid)
 
     def _request_refresh(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -89,12 +83,12 @@ class JwksCache:
         while True:
             self._fetched.clear()
             self._refresh_requested.clear()
-            before = self._problem
+            before = self.problem
             await self.refresh()
             self._fetched.set()
             self._log_change(before)
             with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._problem else REFRESH_S):
+                async with asyncio.timeout(RETRY_S if self.problem else REFRESH_S):
                     await self._refresh_requested.wait()
 
     async def refresh(self) -> None:
@@ -102,15 +96,15 @@ class JwksCache:
         try:
             async with asyncio.timeout(FETCH_S):
                 text = await self._read()
-            self._keys = parse_jwks(text, self._algorithm)
-            self._problem = None
+            self.known = parse_jwks(text, self._algorithm)
+            self.problem = None
         except (OSError, ValueError) as error:
-            self._problem = str(error) or f"no whole answer within {FETCH_S:g} s"
+            self.problem = str(error) or f"no whole answer within {FETCH_S:g} s"
 
     def _log_change(self, before: str | None) -> None:
-        if self._problem and not before:
-            log.error("issuer_away", extra={"fields": {"keys": self._location, "problem": self._problem}})
-        elif before and not self._problem:
+        if self.problem and not before:
+            log.error("issuer_away", extra={"fields": {"keys": self._location, "problem": self.problem}})
+        elif before and not self.problem:
             log.info("issuer_back", extra={"fields": {"keys": self._location}})
 
     async def _read(self) -> bytes:
@@ -132,8 +126,7 @@ def parse_jwks(text: bytes, algorithm: str) -> dict[str, PublicKey]:
         raise ValueError("it is no JWKS: it has no list of keys")
     keys: dict[str, PublicKey] = {}
     for entry in entries:
-        key = _key(entry, algorithm)
-        if key is not None:
+        if (key := _key(entry, algorithm)) is not None:
             if entry["kid"] in keys:
                 raise ValueError("two of its keys have the same kid")
             keys[entry["kid"]] = key

@@ -7,9 +7,9 @@ or a token's calls of a class ("token:ID class:NAME"). Usage of a subject is cou
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tenants.records.holds import BUDGETS, RATES, Cap, DenialReason
-from tenants.records.limits import MINUTE_US, Limits
-from tenants.records.usage import MICRO, month_us_left, us_left
+from tenants.records.holds import BUDGETS, RATES, Cap, DenialReason, window_us_left
+from tenants.records.limits import MINUTE_US, Limits, lasts_us
+from tenants.records.usage import MICRO
 
 
 class RequestSize(NamedTuple):
@@ -34,13 +34,12 @@ class LimitStatus(NamedTuple):
 def limited_subjects(account: Limits, token_id: str, token: Limits, model_class: str) -> list[tuple[str, Limits]]:
     """The subjects that this call is counted for, the account first, and the limits of each."""
     of_token = f"token:{token_id}"
-    always = [("", account)]
     candidates = (
         (f"class:{model_class}", account.classes.get(model_class)),
         (of_token, token),
         (f"{of_token} class:{model_class}", token.classes.get(model_class)),
     )
-    return always + [(subject, limits) for subject, limits in candidates if limits is not None and not limits.empty]
+    return [("", account)] + [(subject, limits) for subject, limits in candidates if limits and not limits.empty]
 
 
 def caps_of(subjects: Sequence[tuple[str, Limits]], size: RequestSize) -> tuple[Cap, ...]:
@@ -52,24 +51,16 @@ def _caps(subject: str, limits: Limits, size: RequestSize) -> Iterator[Cap]:
     for measure, neurons in zip(BUDGETS, (limits.neurons_per_month, limits.neurons_per_day), strict=True):
         if neurons is not None:
             yield Cap(subject, measure, size.micro_neurons, round(neurons * MICRO), size.min_micro_neurons)
-    if limits.requests_per_minute is not None:
-        # Rounded up, so that the rate is never above the limit.
-        interval_us = -(-MINUTE_US // limits.requests_per_minute)
-        at_once = limits.at_once or 1
-        yield Cap(
-            subject,
-            DenialReason.REQUESTS_PER_MINUTE,
-            1,
-            limits.requests_per_minute,
-            cost_us=interval_us,
-            room_us=at_once * interval_us,
-        )
+    if (per_minute := limits.requests_per_minute) is not None:
+        interval_us = lasts_us(1, per_minute)
+        room_us = (limits.at_once or 1) * interval_us
+        yield Cap(subject, DenialReason.REQUESTS_PER_MINUTE, 1, per_minute, cost_us=interval_us, room_us=room_us)
     for measure, tokens, allowed in (
         (DenialReason.INPUT_TOKENS_PER_MINUTE, size.input_tokens, limits.input_tokens_per_minute),
         (DenialReason.OUTPUT_TOKENS_PER_MINUTE, size.output_tokens, limits.output_tokens_per_minute),
     ):
         if allowed is not None:
-            yield Cap(subject, measure, tokens, allowed, cost_us=-(-tokens * MINUTE_US // allowed), room_us=MINUTE_US)
+            yield Cap(subject, measure, tokens, allowed, cost_us=lasts_us(tokens, allowed), room_us=MINUTE_US)
     if limits.concurrent_requests is not None:
         yield Cap(subject, DenialReason.CONCURRENT_REQUESTS, 1, limits.concurrent_requests)
 
@@ -82,9 +73,9 @@ def limit_status(cap: Cap, left: int, now_us: int) -> LimitStatus:
         return LimitStatus(cap.subject, cap.measure, cap.allowed, max(0, int(left / one_us)), -(-behind_us // MICRO))
     if cap.measure is DenialReason.CONCURRENT_REQUESTS:
         return LimitStatus(cap.subject, cap.measure, cap.allowed, max(0, left), 0)
-    until_us = us_left(now_us) if cap.measure is DenialReason.NEURONS_PER_DAY else month_us_left(now_us)
-    return LimitStatus(cap.subject, cap.measure, cap.allowed / MICRO, max(0, left) / MICRO, -(-until_us // MICRO))
+    reset_s = -(-window_us_left(cap.measure, now_us) // MICRO)
+    return LimitStatus(cap.subject, cap.measure, cap.allowed / MICRO, max(0, left) / MICRO, reset_s)
 
 
 def limits_status(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[LimitStatus, ...]:
-    return tuple(limit_status(cap, one, now_us) for cap, one in zip(measured, left, strict=True))
+    return tuple(limit_status(cap, amount, now_us) for cap, amount in zip(measured, left, strict=True))

@@ -50,15 +50,9 @@ class Outbox:
 
     def read(self, path: Path) -> tuple[list[UsageRecord], int]:
         """The file's records, and how many of its lines are damaged (a last line cut off by a crash is one)."""
-        records, damaged = [], 0
-        for line in path.read_bytes().split(b"\n"):
-            if line:
-                record = _parse(line)
-                if record is None:
-                    damaged += 1
-                else:
-                    records.append(record)
-        return records, damaged
+        lines = [_parse(line) for line in path.read_bytes().split(b"\n") if line]
+        records = [record for record in lines if record is not None]
+        return records, len(lines) - len(records)
 
     def remove(self, path: Path, damaged: int) -> None:
         """The store has all its records. A file with damaged lines is kept beside the others under another suffix."""

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-import msgspec
+from msgspec import structs
 
 from tenants.auth.caller import Caller
 from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limited_subjects, limits_status
@@ -84,46 +84,41 @@ class Quota:
         started_us = int(self._clock() * MICRO)
         subjects = limited_subjects(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
         size = demand.size()
-        request = Reservation(
+        unused = UsageRecord(
             account_id=caller.account.id,
             request_id=request_id,
             day=day_of(started_us),
-            held=size.micro_neurons,
+            micro_neurons=0,
+            prompt_tokens=0,
+            cached_tokens=0,
+            completion_tokens=0,
+            outcome=EXPIRED,
             token_id=caller.token_id,
             model=demand.model,
-            price=demand.price,
             started_us=started_us,
-            output_tokens=demand.output_tokens,
+            total_ms=0.0,
             subjects="\n".join(subject for subject, _ in subjects if subject),
             tags="\n".join(demand.tags),
             metadata=demand.metadata,
         )
         caps = caps_of(subjects, size)
-        hold = Hold(
-            request.record(CallUsage(), EXPIRED), size.micro_neurons, int(HOLD_S * MICRO), caps, demand.output_tokens
-        )
+        hold = Hold(unused, size.micro_neurons, int(HOLD_S * MICRO), caps, demand.output_tokens)
         try:
             decision = await self._store.reserve(hold)
         except asyncio.CancelledError:
-            self._write_later(request.record(CallUsage(), "cancelled"))  # the store may have granted it
+            self._write_later(structs.replace(unused, outcome="cancelled"))  # the store may have granted it
             raise
         except StoreUnavailable as outage:
             if outage.unsure:
-                self._write_later(request.record(CallUsage(), "store_unavailable"))
+                self._write_later(structs.replace(unused, outcome="store_unavailable"))
             raise
         if isinstance(decision, Denied):
             raise denial_error(decision, caller, hold)
-        granted = msgspec.structs.replace(
-            request,
-            day=decision.day,
-            held=decision.held,
-            output_tokens=demand.affordable(decision.held),
-            limits_left=limits_status(caps, decision.remaining, started_us),
-        )
-        opened = self._open.setdefault(
-            (request.account_id, request_id), _OpenReservation(granted, CallUsage(), self._clock())
-        )
-        return opened.reservation
+        charged = structs.replace(unused, day=decision.day)
+        output_tokens = demand.affordable(decision.held)
+        left = limits_status(caps, decision.remaining, started_us)
+        granted = Reservation(charged, demand.price, decision.held, output_tokens, left)
+        return self._open.setdefault(granted.key, _OpenReservation(granted, CallUsage(), self._clock())).reservation
 
     async def limits_left(
         self, account: Account, token_id: str = "", token: Limits = NO_LIMITS
@@ -136,13 +131,13 @@ class Quota:
 
     def checkpoint(self, reservation: Reservation, spent: CallUsage) -> None:
         """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
-        opened = self._open.get((reservation.account_id, reservation.request_id))
+        opened = self._open.get(reservation.key)
         if opened is not None:
             opened.spent = spent
 
     def settle(self, reservation: Reservation, spent: CallUsage) -> None:
         """The end of a request: what it really used. Never blocks, never raises; only the first call counts."""
-        if self._open.pop((reservation.account_id, reservation.request_id), None) is not None:
+        if self._open.pop(reservation.key, None) is not None:
             self._write_later(reservation.record(spent, spent.outcome))
 
     def _write_later(self, record: UsageRecord) -> None:
@@ -151,7 +146,7 @@ class Quota:
 
     def forget(self, reservation: Reservation) -> None:
         """Drops a reservation that another writer settles, or that runs again under the same id."""
-        self._open.pop((reservation.account_id, reservation.request_id), None)
+        self._open.pop(reservation.key, None)
 
     async def run(self) -> None:
         """Writes settlements, renews holds, sweeps expired ones and replays the outbox, until cancelled."""

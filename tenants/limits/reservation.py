@@ -1,9 +1,10 @@
 """The demand, the reservation and the usage of one request, in tokens and neurons. It knows no store and no clock."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from tenants.limits.caps import LimitStatus, RequestSize
 from tenants.records.holds import BUDGETS
@@ -65,7 +66,7 @@ class QuotaRequest(NamedTuple):
 
 
 class CallUsage(msgspec.Struct, frozen=True):
-    """Usage of a request, so far or in the end. `outcome` is the gateway's word for how it ended."""
+    """Usage of a request, so far or in the end, named as in its record. `outcome` is the gateway's word for its end."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -76,25 +77,22 @@ class CallUsage(msgspec.Struct, frozen=True):
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """A granted request. `held` micro-neurons are charged to `day` until it is settled.
+    """A granted request. `held` micro-neurons are charged to the day of its record until it is settled.
 
-    `output_tokens` are what it may generate: fewer than it asked for where its budget has no more. `limits_left` is the
-    rest of its limits while it holds these.
+    unused          its record while nothing is used.
+    output_tokens   it may generate so many: fewer than it asked for where its budget has no more.
+    limits_left     the rest of its limits while it holds these.
     """
 
-    account_id: str
-    request_id: str
-    day: int
-    held: int
-    token_id: str
-    model: str
+    unused: UsageRecord
     price: NeuronPrice
-    started_us: int
+    held: int
     output_tokens: int
-    subjects: str = ""
-    tags: str = ""
-    metadata: str = ""
     limits_left: tuple[LimitStatus, ...] = ()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.unused.account_id, self.unused.request_id
 
     def limits_after(self, spent: CallUsage) -> tuple[LimitStatus, ...]:
         """The rest of its neuron limits once it is settled, if no other call uses them meanwhile."""
@@ -107,24 +105,9 @@ class Reservation(msgspec.Struct, frozen=True):
         return self._micro_neurons(spent) / MICRO
 
     def record(self, spent: CallUsage, outcome: str) -> UsageRecord:
-        return UsageRecord(
-            account_id=self.account_id,
-            request_id=self.request_id,
-            day=self.day,
-            micro_neurons=self._micro_neurons(spent),
-            prompt_tokens=spent.prompt_tokens,
-            cached_tokens=spent.cached_tokens,
-            completion_tokens=spent.completion_tokens,
-            outcome=outcome,
-            token_id=self.token_id,
-            model=self.model,
-            started_us=self.started_us,
-            total_ms=spent.total_ms,
-            first_token_ms=spent.first_token_ms,
-            subjects=self.subjects,
-            tags=self.tags,
-            metadata=self.metadata,
-        )
+        used: dict[str, Any] = structs.asdict(spent)
+        used |= {"outcome": outcome, "micro_neurons": self._micro_neurons(spent)}
+        return structs.replace(self.unused, **used)
 
     def _micro_neurons(self, spent: CallUsage) -> int:
         return self.price.micro_neurons(spent.prompt_tokens, spent.cached_tokens, spent.completion_tokens)

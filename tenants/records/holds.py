@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from tenants.records.usage import UsageRecord
+from tenants.records.usage import DAY_US, UsageRecord, day_of, first_of_next_month
 
 
 class DenialReason(enum.StrEnum):
@@ -80,3 +80,10 @@ RATES: Final = (
     DenialReason.INPUT_TOKENS_PER_MINUTE,
     DenialReason.OUTPUT_TOKENS_PER_MINUTE,
 )
+
+
+def window_us_left(budget: DenialReason, time_us: int) -> int:
+    """Microseconds until the budget's next day or month begins in UTC."""
+    day = day_of(time_us)
+    next_day = day + 1 if budget is DenialReason.NEURONS_PER_DAY else first_of_next_month(day)
+    return next_day * DAY_US - time_us

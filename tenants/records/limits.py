@@ -67,6 +67,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 NO_LIMITS: Final = Limits()
 
 
+def lasts_us(amount: int, per_minute: int) -> int:
+    """The microseconds of a rate that so many requests or tokens take, rounded up, so that none exceeds its limit."""
+    return -(-amount * MINUTE_US // per_minute)
+
+
 def overlay(limits: Limits, over: Limits) -> Limits:
     """`limits` with what `over` sets in place of its own."""
     replaced = {name: value for name in RANGES if (value := getattr(over, name)) is not None}

@@ -87,16 +87,6 @@ def first_of_next_month(day: int) -> int:
     return first_of_month(first_of_month(day) + 31)
 
 
-def month_us_left(time_us: int) -> int:
-    """Microseconds until the next month begins in UTC."""
-    return first_of_next_month(day_of(time_us)) * DAY_US - time_us
-
-
-def us_left(time_us: int) -> int:
-    """Microseconds until the next day begins in UTC."""
-    return DAY_US - time_us % DAY_US
-
-
 class UsageRow(msgspec.Struct, frozen=True):
     """Sums over one account's day, one of its tokens, one model and one set of tags, a line each."""
 

@@ -3,7 +3,10 @@
 New fields have defaults, so that documents of earlier versions are read as they are.
 """
 
+from typing import Any, Final
+
 import msgspec
+from msgspec import structs
 
 from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS, Limits
@@ -11,7 +14,9 @@ from tenants.records.plans import Plan
 from tenants.records.settings import Settings
 
 
-class _Account(msgspec.Struct, frozen=True, omit_defaults=True):
+class _AccountDocument(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An account without what has columns of its own: id, times, revision and the plan's name."""
+
     name: str
     ceiling: Limits = NO_LIMITS
     own: Limits = NO_LIMITS
@@ -19,38 +24,21 @@ class _Account(msgspec.Struct, frozen=True, omit_defaults=True):
     epoch: int = 0
 
 
-_read_account = msgspec.json.Decoder(_Account).decode
-_read_plan = msgspec.json.Decoder(Plan).decode
-_write = msgspec.json.Encoder().encode
+_read_account = msgspec.json.Decoder(_AccountDocument).decode
+read_plan: Final = msgspec.json.Decoder(Plan).decode
 
 
 def account_document(account: Account) -> str:
-    """The account without what has columns of its own: id, times, revision and the plan's name."""
-    document = _Account(account.name, account.ceiling, account.own, account.settings, account.epoch)
-    return _write(document).decode()
+    return msgspec.json.encode(msgspec.convert(account, _AccountDocument, from_attributes=True)).decode()
 
 
 def read_account(
     account_id: str, created_at: int, revision: int, suspended_at: int | None, document: str | bytes, plan: Plan
 ) -> Account:
-    fields = _read_account(document)
-    return Account(
-        id=account_id,
-        name=fields.name,
-        ceiling=fields.ceiling,
-        created_at=created_at,
-        own=fields.own,
-        plan=plan,
-        settings=fields.settings,
-        epoch=fields.epoch,
-        suspended_at=suspended_at,
-        revision=revision,
-    )
+    fields: dict[str, Any] = structs.asdict(_read_account(document))
+    fields |= {"created_at": created_at, "revision": revision, "suspended_at": suspended_at}
+    return Account(id=account_id, plan=plan, **fields)
 
 
 def plan_document(plan: Plan) -> str:
-    return _write(plan).decode()
-
-
-def read_plan(document: str | bytes) -> Plan:
-    return _read_plan(document)
+    return msgspec.json.encode(plan).decode()

@@ -6,9 +6,9 @@ The Lua of redis/scripts.py takes the same steps in the same order.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Granted, Hold
-from tenants.records.limits import MINUTE_US
-from tenants.records.usage import MICRO, day_of, month_us_left, us_left
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Granted, Hold, window_us_left
+from tenants.records.limits import lasts_us
+from tenants.records.usage import MICRO, day_of
 
 
 class SubjectUsage(NamedTuple):
@@ -56,30 +56,19 @@ def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
             raise AssertionError(f"{cap.measure} is no limit")
 
 
-def lasts_us(tokens: int, per_minute: int) -> int:
-    """The microseconds of a rate that so many tokens take, rounded up."""
-    return -(-tokens * MINUTE_US // per_minute)
-
-
 def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
     room = remaining(cap, used, now_us)
     match cap.measure:
         case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
             if room >= cap.min_amount:
                 return None
-            return Denied(cap.measure, _until_us(cap, now_us), cap.allowed, cap.allowed - room, cap.subject)
+            wait_us = window_us_left(cap.measure, now_us)
+            return Denied(cap.measure, wait_us, cap.allowed, cap.allowed - room, cap.subject)
         case DenialReason.CONCURRENT_REQUESTS:
             return None if room > 0 else Denied(cap.measure, MICRO, cap.allowed, used.open, cap.subject)
         case _:
             wait_us = cap.cost_us - room
             return None if wait_us <= 0 else Denied(cap.measure, wait_us, cap.allowed, 0, cap.subject)
-
-
-def _until_us(cap: Cap, now_us: int) -> int:
-    """Microseconds until the window of a budget ends."""
-    if cap.measure is DenialReason.NEURONS_PER_DAY:
-        return us_left(now_us)
-    return month_us_left(now_us)
 
 
 def _taken(cap: Cap, granted: int) -> int:

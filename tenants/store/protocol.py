@@ -19,7 +19,6 @@ from tenants.records.usage import Balance, Totals, UsageRecord, UsageRow
 
 Clock = Callable[[], float]  # seconds since 1970
 
-
 RETENTION_DAYS: Final = 400  # sweep() removes records and sums of older days
 TAGGED_MAX: Final = 10_000  # rows of one account's day; from there on, new sets of tags are summed as OTHER_TAGS
 OTHER_TAGS: Final = "*"
@@ -47,43 +46,33 @@ class AccountStore(Protocol):
 
     async def list(self) -> Sequence[Account]:
         """All accounts, oldest first."""
-        ...
 
     async def update(self, account: Account) -> bool:
         """Stores it if the stored one has the revision before it. `suspended_at` is in force for the next reserve."""
-        ...
 
     async def plans(self) -> Sequence[Plan]:
         """The stored plans, by name."""
-        ...
 
     async def put_plan(self, plan: Plan) -> bool:
         """Stores it if the stored one has the revision before it; a missing one counts as 0."""
-        ...
 
     async def remove_plan(self, name: str) -> bool:
         """False: there is none. Accounts that still name it have the default one."""
-        ...
 
     async def add_token(self, token: ApiToken, digest: TokenDigest) -> bool:
         """False: there is no such account."""
-        ...
 
     async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
         """The token, the digests of its live secrets, the newest first, and its account."""
-        ...
 
     async def update_token(self, token: ApiToken, digests: Sequence[TokenDigest]) -> bool:
         """Replaces name, expiry, grant, limits and digests; a revocation stays. False: there is no such token."""
-        ...
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         """All tokens of one account, revoked ones too, oldest first."""
-        ...
 
     async def revoke(self, token_id: str, revoked_at: int) -> bool:
         """Ends a token for good; a second call keeps the first time. False: there is no such token."""
-        ...
 
 
 class QuotaStore(Protocol):
@@ -95,15 +84,12 @@ class QuotaStore(Protocol):
         Expired holds of the account are charged first, at their checkpoints. A request id that is held already is
         granted again and counted once; one whose hold expired may ask anew, and what it uses replaces that charge.
         """
-        ...
 
     async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
         """What each cap has left now, as in Granted; negative where more was used than it allows. Counts nothing."""
-        ...
 
     async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
         """Extends the holds of these requests, and notes what they used so far. Ids that are not held are ignored."""
-        ...
 
     async def settle(self, records: Sequence[UsageRecord]) -> None:
         """Charges final usage once, to the day that the hold was taken from, and gives the hold back to it.
@@ -111,31 +97,25 @@ class QuotaStore(Protocol):
         The first settlement of an id wins. One that comes after its hold expired replaces the checkpoint's charge;
         one whose hold is unknown to this store is charged to `record.day`.
         """
-        ...
 
     async def sweep(self) -> int:
         """Charges all expired holds at their checkpoints, and removes days older than RETENTION_DAYS. Returns how many
         holds."""
-        ...
 
     async def totals(self, account_id: str, day: int) -> Totals:
         """The counters; O(1)."""
-        ...
 
     async def records(self, account_id: str, day: int) -> Sequence[UsageRecord]:
         """All records that were charged to the day, by request id; O(their number)."""
-        ...
 
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
         """Sums of final and expired records, by day, token, model and tags, in that order.
 
         Callers choose tags: where a day has TAGGED_MAX rows, new sets of tags are summed as OTHER_TAGS.
         """
-        ...
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """The counters beside the same sums recomputed from records and holds; O(their number)."""
-        ...
 
 
 class BatchStore(Protocol):
@@ -143,59 +123,46 @@ class BatchStore(Protocol):
 
     async def begin(self, batch: BatchJob) -> bool:
         """Stores a batch that is ARRIVING. False: the account has as many open as it may."""
-        ...
 
     async def add_items(self, account_id: str, batch_id: str, first: int, bodies: Sequence[bytes]) -> None:
         """Stores items from place `first` on."""
-        ...
 
     async def open(self, account_id: str, batch_id: str) -> None:
         """Makes a batch QUEUED, now that all its items are stored."""
-        ...
 
     async def get(self, account_id: str, batch_id: str) -> BatchJob | None: ...
 
     async def of_account(self, account_id: str) -> Sequence[BatchJob]:
         """The newest LISTED_MAX, the newest first."""
-        ...
 
     async def results(self, account_id: str, batch_id: str, first: int, limit: int) -> Sequence[BatchItemResult]:
         """Results of ended items from place `first` to `first + limit − 1`, in their order."""
-        ...
 
     async def claim(self, model: str, lease_s: float, limit: int) -> Sequence[BatchJobItem]:
         """Leases items of one account, which comes after the others then; the oldest first. Nobody else gets them
         before the lease is over."""
-        ...
 
     async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
         """Starts a new lease for each item. Returns the items that must not run any more."""
-        ...
 
     async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
         """Returns untried items to the queue. Their accounts have their next turns for these models after `delay_s`."""
-        ...
 
     async def end(self, item: BatchJobItem, succeeded: bool, result: bytes, record: UsageRecord | None) -> bool:
         """Stores an item's result and, in the same moment, what it used, which settles its hold. False: the item or its
         batch had ended, and the result is thrown away; what it used is charged all the same, once."""
-        ...
 
     async def close(self, account_id: str, batch_id: str, status: BatchStatus) -> bool:
         """Ends an open batch: ended items stay, and no other item runs. False: there is no open one."""
-        ...
 
     async def discard(self, account_id: str) -> None:
         """Deletes everything of the account's batches."""
-        ...
 
     async def sweep(self) -> None:
         """Deletes what has expired."""
-        ...
 
     async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
         """The queue depth of each model that has open batches."""
-        ...
 
 
 class AuditStore(Protocol):
@@ -203,15 +170,12 @@ class AuditStore(Protocol):
 
     async def append(self, entry: AuditEntry) -> bool:
         """False: its place is taken, or the entry before it is missing."""
-        ...
 
     async def entries(self, account_id: str, first_seq: int, limit: int) -> Sequence[AuditEntry]:
         """At most `limit` entries from `first_seq` on, in their order."""
-        ...
 
     async def head(self, account_id: str) -> AuditEntry | None:
         """The last entry."""
-        ...
 
 
 class ClaimStore(Protocol):
@@ -219,11 +183,9 @@ class ClaimStore(Protocol):
 
     async def claim(self, account_id: str, key: str, value: bytes, lifetime_s: int) -> bytes | None:
         """Stores the value under a free key for so long, and returns None; else returns the value that it has."""
-        ...
 
     async def replace(self, account_id: str, key: str, value: bytes | None, lifetime_s: int) -> None:
         """Stores another value under the key; None frees it."""
-        ...
 
 
 class NoticeStore(Protocol):
@@ -231,11 +193,9 @@ class NoticeStore(Protocol):
 
     async def add(self, notice: Notice) -> None:
         """Stores each id once, also after it was closed, for RETENTION_DAYS."""
-        ...
 
     async def claim(self, now: float, lease_s: float, limit: int) -> Sequence[Notice]:
         """Notices that are due, the first due first; they are due again after `lease_s`, with one try more."""
-        ...
 
     async def postpone(self, notice_id: str, due_at: float) -> None: ...
 
@@ -245,30 +205,17 @@ class NoticeStore(Protocol):
 class Store(Protocol):
     """One database's parts, and what concerns all of them."""
 
-    @property
-    def accounts(self) -> AccountStore: ...
-
-    @property
-    def quotas(self) -> QuotaStore: ...
-
-    @property
-    def batches(self) -> BatchStore: ...
-
-    @property
-    def audit(self) -> AuditStore: ...
-
-    @property
-    def claims(self) -> ClaimStore: ...
-
-    @property
-    def notices(self) -> NoticeStore: ...
+    accounts: AccountStore
+    quotas: QuotaStore
+    batches: BatchStore
+    audit: AuditStore
+    claims: ClaimStore
+    notices: NoticeStore
 
     async def ping(self) -> None:
         """Returns when the store can take a write."""
-        ...
 
     async def advice(self) -> Sequence[str]:
         """What an operator should change about how this store is set up; empty when all is well."""
-        ...
 
     async def close(self) -> None: ...

@@ -54,7 +54,7 @@ def tampered(store: Store, url: str, seq: int, entry: AuditEntry | None) -> None
         else:
             run("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?)", structs.astuple(entry))
         return
-    from tenants.store.redis.audit import _pack
+    from tenants.store.redis.store import _pack
 
     with redis.Redis.from_url(url) as client:
         key = f"hearth:{{{ANN}}}:audit"

@@ -33,16 +33,14 @@ class RedisAccountStore:
 
     async def add(self, account: Account) -> None:
         await self._database.ask("SADD", "hearth:accounts", account.id)
-        columns = ("revision", account.revision, "plan", account.plan.name, "document", account_document(account))
         suspended = () if account.suspended_at is None else ("suspended_at", account.suspended_at)
-        await self._database.ask(
-            "HSET", account_key(account.id), "created_at", account.created_at, *columns, *suspended
-        )
+        times = ("created_at", account.created_at, *suspended)
+        columns = ("revision", account.revision, "plan", account.plan.name, "document", account_document(account))
+        await self._database.ask("HSET", account_key(account.id), *times, *columns)
 
     async def get(self, account_id: str) -> Account | None:
-        columns, plans = await self._database.ask_all(
-            ("HMGET", account_key(account_id), *_ACCOUNT), ("HGETALL", _PLANS)
-        )
+        commands = ("HMGET", account_key(account_id), *_ACCOUNT), ("HGETALL", _PLANS)
+        columns, plans = await self._database.ask_all(*commands)
         account = _account(account_id, columns, _pairs(plans))
         if account is None:
             await self._database.require_data()
@@ -50,19 +48,15 @@ class RedisAccountStore:
 
     async def list(self) -> Sequence[Account]:
         ids = await self._database.account_ids()
-        plans, *rows = await self._database.read(
-            ("HGETALL", _PLANS), *(("HMGET", account_key(account_id), *_ACCOUNT) for account_id in ids)
-        )
+        columns = [("HMGET", account_key(account_id), *_ACCOUNT) for account_id in ids]
+        plans, *rows = await self._database.read(("HGETALL", _PLANS), *columns)
         accounts = [_account(account_id, row, plans) for account_id, row in zip(ids, rows, strict=True)]
-        return sorted(
-            (account for account in accounts if account), key=lambda account: (account.created_at, account.id)
-        )
+        return sorted(filter(None, accounts), key=lambda account: (account.created_at, account.id))
 
     async def update(self, account: Account) -> bool:
         suspended_at = "" if account.suspended_at is None else account.suspended_at
         change = (account.revision, suspended_at, account.plan.name, account_document(account))
-        key = account_key(account.id)
-        return bool(await self._database.run_script_once(scripts.UPDATE_ACCOUNT, key, 0, *change))
+        return bool(await self._database.run_script_once(scripts.UPDATE_ACCOUNT, account_key(account.id), 0, *change))
 
     async def plans(self) -> Sequence[Plan]:
         (plans,) = await self._database.read(("HGETALL", _PLANS))

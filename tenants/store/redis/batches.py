@@ -20,21 +20,11 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.batches import (
-    ARRIVING_S,
-    LISTED_MAX,
-    OPEN_BATCHES_MAX,
-    OPEN_ITEMS_MAX,
-    WAITING_S,
-    BatchItemResult,
-    BatchJob,
-    BatchJobItem,
-    BatchStatus,
-    QueueDepth,
-)
+from tenants.records import batches
+from tenants.records.batches import BatchItemResult, BatchJob, BatchJobItem, BatchStatus, QueueDepth
 from tenants.records.usage import MICRO, UsageRecord
-from tenants.store.redis.database import RedisDatabase, account_key
-from tenants.store.redis.scripts import LuaScript
+from tenants.store.redis.database import RedisDatabase, account_key, grouped
+from tenants.store.redis.scripts import COMMON
 
 _COUNTS: Final = ("succeeded", "failed", "prompt_tokens", "completion_tokens")
 _FIELDS: Final = ("document", "status", "ended_at", "expires_at", *_COUNTS)
@@ -46,7 +36,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(BatchJob).decode
 
 # What the scripts below have in common. Times in these keys are seconds.
-_BATCHES: Final = """
+_BATCHES: Final = f"""{COMMON}
 local now_s = now / 1e6
 
 local function batch_key(id) return account .. ':batch:' .. id end
@@ -58,7 +48,7 @@ end
 
 local function end_at(key, at)
     redis.call('HSET', key, 'expires_at', string.format('%.0f', at))
-    for _, part in ipairs({'', ':bodies', ':tries', ':results'}) do expire(key .. part, at) end
+    for _, part in ipairs({{'', ':bodies', ':tries', ':results'}}) do expire(key .. part, at) end
 end
 
 local function is_open(key)
@@ -77,20 +67,18 @@ end
 """
 
 # ARGV: now, batch, document, items, keep_s, model, created_at, expires_at.
-_BEGIN: Final = LuaScript(
-    _BATCHES
-    + f"""
+_BEGIN: Final = f"""{_BATCHES}
 local id, key, open_ones = ARGV[2], batch_key(ARGV[2]), account .. ':batches:open'
 if redis.call('EXISTS', key) == 1 then return 1 end
-local count, items, kept = 0, tonumber(ARGV[4]), redis.call('HGETALL', open_ones)
-for i = 1, #kept, 2 do
-    if redis.call('EXISTS', batch_key(kept[i])) == 1 then
-        count, items = count + 1, items + tonumber(kept[i + 1])
+local count, items, pairs_read = 0, tonumber(ARGV[4]), redis.call('HGETALL', open_ones)
+for i = 1, #pairs_read, 2 do
+    if redis.call('EXISTS', batch_key(pairs_read[i])) == 1 then
+        count, items = count + 1, items + tonumber(pairs_read[i + 1])
     else
-        redis.call('HDEL', open_ones, kept[i])
+        redis.call('HDEL', open_ones, pairs_read[i])
     end
 end
-if count >= {OPEN_BATCHES_MAX} or items > {OPEN_ITEMS_MAX} then return 0 end
+if count >= {batches.OPEN_BATCHES_MAX} or items > {batches.OPEN_ITEMS_MAX} then return 0 end
 redis.call('HSET', key, 'document', ARGV[3], 'status', 'arriving')
 redis.call('HSET', key, 'items', ARGV[4], 'keep_s', ARGV[5], 'model', ARGV[6])
 redis.call('HSET', open_ones, id, ARGV[4])
@@ -101,24 +89,18 @@ redis.call('ZADD', account .. ':batches', ARGV[7], id)
 end_at(key, ARGV[8])
 return 1
 """
-)
 
 # ARGV: now, batch, first, bodies …
-_ADD: Final = LuaScript(
-    _BATCHES
-    + f"""
+_ADD: Final = f"""{_BATCHES}
 local key = batch_key(ARGV[2])
 if redis.call('HGET', key, 'status') ~= 'arriving' then return 0 end
 for i = 4, #ARGV do redis.call('HSET', key .. ':bodies', tonumber(ARGV[3]) + i - 4, ARGV[i]) end
-redis.call('EXPIRE', key .. ':bodies', {ARRIVING_S})
+redis.call('EXPIRE', key .. ':bodies', {batches.ARRIVING_S})
 return 1
 """
-)
 
 # ARGV: now, batch, expires_at.
-_OPEN: Final = LuaScript(
-    _BATCHES
-    + """
+_OPEN: Final = f"""{_BATCHES}
 local key = batch_key(ARGV[2])
 if redis.call('HGET', key, 'status') ~= 'arriving' then return 0 end
 local line = account .. ':line:' .. redis.call('HGET', key, 'model')
@@ -129,30 +111,25 @@ redis.call('HSET', key, 'status', 'queued')
 end_at(key, ARGV[3])
 return 1
 """
-)
 
 # KEYS: hearth:lines:MODEL. ARGV: now. The account whose turn it is, which goes behind the others.
-_TURN: Final = LuaScript(
-    """
-local found = redis.call('ZRANGEBYSCORE', account, '-inf', now / 1e6, 'LIMIT', 0, 1)[1]
-if found then redis.call('ZADD', account, now / 1e6, found) end
-return found
+_TURN: Final = f"""{COMMON}
+local next_account = redis.call('ZRANGEBYSCORE', account, '-inf', now / 1e6, 'LIMIT', 0, 1)[1]
+if next_account then redis.call('ZADD', account, now / 1e6, next_account) end
+return next_account
 """
-)
 
-# ARGV: now, model, lease, most. Returns the end of the first lease where all that is left is leased, '' where nothing
+# ARGV: now, model, lease, limit. Returns the end of the first lease where all that is left is leased, '' where nothing
 # is left at all; then batch, place, body, tries, document of each.
-_CLAIM: Final = LuaScript(
-    _BATCHES
-    + f"local looks = {_PASSED_MAX}\n"
-    + """
+_CLAIM: Final = f"""{_BATCHES}
+local looks = {_PASSED_MAX}
 local line, leases = account .. ':line:' .. ARGV[2], account .. ':leases:' .. ARGV[2]
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now_s)) do
     redis.call('LPUSH', line, name)
     redis.call('ZREM', leases, name)
 end
-local found, most = {''}, tonumber(ARGV[4])
-while most > 0 and looks > 0 do
+local claimed, limit = {{''}}, tonumber(ARGV[4])
+while limit > 0 and looks > 0 do
     looks = looks - 1
     local name = redis.call('LPOP', line)
     if not name then break end
@@ -164,23 +141,20 @@ while most > 0 and looks > 0 do
         redis.call('ZADD', leases, now_s + tonumber(ARGV[3]), name)
         local tries = redis.call('HINCRBY', key .. ':tries', place, 1)
         if tries == 1 then expire(key .. ':tries', redis.call('HGET', key, 'expires_at')) end
-        for _, part in ipairs({id, place, body, tries, redis.call('HGET', key, 'document')}) do
-            found[#found + 1] = part
+        for _, part in ipairs({{id, place, body, tries, redis.call('HGET', key, 'document')}}) do
+            claimed[#claimed + 1] = part
         end
-        most = most - 1
+        limit = limit - 1
     end
 end
 local first = redis.call('ZRANGE', leases, 0, 0, 'WITHSCORES')[2]
-if first then found[1] = first end
-return found
+if first then claimed[1] = first end
+return claimed
 """
-)
 
 # ARGV: now, model, lease, then batch, place of each. Returns a 1 for each that may run on.
-_RENEW: Final = LuaScript(
-    _BATCHES
-    + """
-local leases, alive = account .. ':leases:' .. ARGV[2], {}
+_RENEW: Final = f"""{_BATCHES}
+local leases, alive = account .. ':leases:' .. ARGV[2], {{}}
 for i = 4, #ARGV, 2 do
     local name, key = ARGV[i] .. ' ' .. ARGV[i + 1], batch_key(ARGV[i])
     local runs = is_open(key) and redis.call('ZSCORE', leases, name)
@@ -189,12 +163,9 @@ for i = 4, #ARGV, 2 do
 end
 return alive
 """
-)
 
 # ARGV: now, model, then batch, place of each.
-_PUT_BACK: Final = LuaScript(
-    _BATCHES
-    + """
+_PUT_BACK: Final = f"""{_BATCHES}
 for i = #ARGV - 1, 3, -2 do
     local name = ARGV[i] .. ' ' .. ARGV[i + 1]
     if redis.call('ZREM', account .. ':leases:' .. ARGV[2], name) == 1 and is_open(batch_key(ARGV[i])) then
@@ -203,12 +174,9 @@ for i = #ARGV - 1, 3, -2 do
     end
 end
 """
-)
 
 # ARGV: now, model, batch, place, succeeded, result, then request, day, record and the two tokens of what was used.
-_END: Final = LuaScript(
-    _BATCHES
-    + """
+_END: Final = f"""{_BATCHES}
 local id, place, key = ARGV[3], ARGV[4], batch_key(ARGV[3])
 if ARGV[7] then
     local hold = take(ARGV[7])
@@ -218,25 +186,20 @@ redis.call('ZREM', account .. ':leases:' .. ARGV[2], id .. ' ' .. place)
 if not is_open(key) or redis.call('HSETNX', key .. ':results', place, ARGV[5] .. ARGV[6]) == 0 then return 0 end
 expire(key .. ':results', redis.call('HGET', key, 'expires_at'))
 redis.call('HDEL', key .. ':bodies', place)
-local succeeded, failed = tonumber(ARGV[5]), 1 - tonumber(ARGV[5])
-succeeded = redis.call('HINCRBY', key, 'succeeded', succeeded)
-failed = redis.call('HINCRBY', key, 'failed', failed)
+local succeeded = redis.call('HINCRBY', key, 'succeeded', ARGV[5])
+local failed = redis.call('HINCRBY', key, 'failed', 1 - ARGV[5])
 redis.call('HINCRBY', key, 'prompt_tokens', ARGV[10] or 0)
 redis.call('HINCRBY', key, 'completion_tokens', ARGV[11] or 0)
 if succeeded + failed == tonumber(redis.call('HGET', key, 'items')) then close(id, 'done') end
 return 1
 """
-)
 
 # ARGV: now, batch, status.
-_CLOSE: Final = LuaScript(
-    _BATCHES
-    + """
+_CLOSE: Final = f"""{_BATCHES}
 if not is_open(batch_key(ARGV[2])) then return 0 end
 close(ARGV[2], ARGV[3])
 return 1
 """
-)
 
 
 class RedisBatchStore:
@@ -256,15 +219,14 @@ class RedisBatchStore:
         document = await self._database.ask("HGET", _batch_key(account_id, batch_id), "document")
         if document is not None:
             batch = _unpack(document)
-            await self._run(_OPEN, account_id, batch_id, batch.created_at + WAITING_S)
+            await self._run(_OPEN, account_id, batch_id, batch.created_at + batches.WAITING_S)
             await self._database.ask("ZADD", _lines(batch.model), "NX", 0, account_id)
 
     async def get(self, account_id: str, batch_id: str) -> BatchJob | None:
-        columns = await self._database.ask("HMGET", _batch_key(account_id, batch_id), *_FIELDS)
-        return _batch(columns)
+        return _batch(await self._database.ask("HMGET", _batch_key(account_id, batch_id), *_FIELDS))
 
     async def of_account(self, account_id: str) -> Sequence[BatchJob]:
-        (ids,) = await self._database.read(("ZREVRANGE", account_key(account_id, "batches"), 0, LISTED_MAX - 1))
+        (ids,) = await self._database.read(("ZREVRANGE", account_key(account_id, "batches"), 0, batches.LISTED_MAX - 1))
         return await self._batches([(account_id, id) for id in ids])
 
     async def results(self, account_id: str, batch_id: str, first: int, limit: int) -> Sequence[BatchItemResult]:
@@ -296,9 +258,9 @@ class RedisBatchStore:
             await self._database.ask("ZADD", _lines(model), 0, account_id)
 
     async def renew(self, items: Sequence[BatchJobItem], lease_s: float) -> Sequence[BatchJobItem]:
-        groups = list(_groups(items).items())
+        now, groups = self._database.now_us(), grouped(items, _line_of)
         calls = [
-            (account_key(account_id), (self._database.now_us(), model, lease_s, *_batch_places(group)))
+            (account_key(account_id), (now, model, lease_s, *_batch_places(group)))
             for (account_id, model), group in groups
         ]
         answers = await self._database.run_script(_RENEW, calls) if calls else []
@@ -306,7 +268,7 @@ class RedisBatchStore:
         return [item for (_, group), alive in pairs for item, runs in zip(group, alive, strict=True) if not runs]
 
     async def put_back(self, items: Sequence[BatchJobItem], delay_s: float) -> None:
-        for (account_id, model), group in _groups(items).items():
+        for (account_id, model), group in grouped(items, _line_of):
             await self._run(_PUT_BACK, account_id, model, *_batch_places(group))
             now = self._database.now_us() / MICRO or time.time()
             await self._database.ask("ZADD", _lines(model), now + delay_s, account_id)
@@ -355,7 +317,7 @@ class RedisBatchStore:
         rows = await self._database.read(*commands) if commands else []
         return [batch for columns in rows if (batch := _batch(columns)) is not None]
 
-    async def _run(self, script: LuaScript, account_id: str, *arguments: Any) -> Any:
+    async def _run(self, script: str, account_id: str, *arguments: Any) -> Any:
         key, now = account_key(account_id), self._database.now_us()
         return await self._database.run_script_once(script, key, now, *arguments)
 
@@ -387,11 +349,8 @@ def _item(account_id: str, batch_id: bytes, place: bytes, body: bytes, tries: in
     return BatchJobItem(account_id, batch_id.decode(), int(place), batch.token_id, batch.model, body, tries)
 
 
-def _groups(items: Sequence[BatchJobItem]) -> dict[tuple[str, str], list[BatchJobItem]]:
-    groups: dict[tuple[str, str], list[BatchJobItem]] = {}
-    for item in items:
-        groups.setdefault((item.account_id, item.model), []).append(item)
-    return groups
+def _line_of(item: BatchJobItem) -> tuple[str, str]:
+    return item.account_id, item.model
 
 
 def _batch_places(items: Sequence[BatchJobItem]) -> list[Any]:

@@ -28,8 +28,10 @@ emptied one counts as down until it has its data back: after a FLUSHALL by start
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final
+import functools
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
@@ -37,10 +39,12 @@ from redis.exceptions import NoScriptError, RedisError
 from tenants.records.usage import MICRO
 from tenants.store.protocol import Clock, StoreUnavailable
 from tenants.store.redis.pipeline import CommandPipeline, connect, redis_errors, unavailable
-from tenants.store.redis.scripts import LuaScript
 
 READ_S: Final = 5.0  # for an answer that may be long
 SCAN_FIELDS: Final = 500
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 class RedisDatabase:
@@ -64,17 +68,17 @@ class RedisDatabase:
         """The answers of commands that go in one flight."""
         return _checked(await self.pipeline.ask(*commands))
 
-    async def run_script(self, script: LuaScript, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
+    async def run_script(self, script: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """Runs a script once for each (key, arguments). Scripts are idempotent, so all run again where Redis had
         forgotten the text."""
-        commands = [("EVALSHA", script.sha, 1, key, *arguments) for key, arguments in calls]
+        commands = [("EVALSHA", script_digest(script), 1, key, *arguments) for key, arguments in calls]
         answers = await self.pipeline.ask(*commands)
         if any(isinstance(answer, NoScriptError) for answer in answers):
-            await self.ask("SCRIPT LOAD", script.text)
+            await self.ask("SCRIPT LOAD", script)
             answers = await self.pipeline.ask(*commands)
         return _checked(answers)
 
-    async def run_script_once(self, script: LuaScript, key: str, *arguments: Any) -> Any:
+    async def run_script_once(self, script: str, key: str, *arguments: Any) -> Any:
         """The answer of one run."""
         return (await self.run_script(script, [(key, arguments)]))[0]
 
@@ -111,6 +115,20 @@ class RedisDatabase:
 def account_key(account_id: str, part: str = "") -> str:
     """The key of an account, or of a part of it, under the account's hash tag."""
     return f"hearth:{{{account_id}}}:{part}" if part else f"hearth:{{{account_id}}}"
+
+
+def grouped(records: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
+    """The records that have an equal key together, in their order."""
+    groups: dict[K, list[T]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return list(groups.items())
+
+
+@functools.cache
+def script_digest(script: str) -> str:
+    """The name that Redis knows a script by."""
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
 
 
 def _checked(answers: list[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ late may be this process's own lateness, and a connection that broke may only ha
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
@@ -21,14 +22,10 @@ from redis.exceptions import TimeoutError as NoAnswer
 from tenants.store.protocol import StoreUnavailable
 
 ANSWER_S: Final = 0.05  # for a flight, a new connection included; after the second one a caller is told
-PROBE_COMMANDS: Final = (
-    4  # commands that see whether Redis is back: few, so that one that is hardly back can answer them
-)
+PROBE_COMMANDS: Final = 4  # commands that see whether Redis is back: few, so that one hardly back can answer them
 LATE_S: Final = 0.01  # a timer that is so late tells of this process and not of Redis
 LOOK_S: Final = 0.005  # for answers that came meanwhile to be read
-PIPELINE_COMMANDS: Final = (
-    64  # commands sent at once; more would save little, and their answers take part of the deadline
-)
+PIPELINE_COMMANDS: Final = 64  # sent at once; more would save little, and their answers take part of the deadline
 
 Command = Sequence[Any]
 
@@ -42,14 +39,12 @@ def connect(url: str) -> Any:
     return ConnectionPool.from_url(url, socket_timeout=None, retry=Retry(NoBackoff(), 0), protocol=2)
 
 
+@dataclass(slots=True, eq=False)
 class _PendingCommand:
-    __slots__ = ("answer", "answered", "command", "sent")
-
-    def __init__(self, command: Command) -> None:
-        self.command = command
-        self.answer: Any = None
-        self.answered = False
-        self.sent = False  # Redis may have got it
+    command: Command
+    answer: Any = None
+    answered: bool = False
+    sent: bool = False  # Redis may have got it
 
 
 class CommandPipeline:
@@ -159,21 +154,14 @@ def redis_errors() -> Iterator[None]:
 
 
 def unavailable(error: Exception, *, unsure: bool = False) -> StoreUnavailable:
-    return StoreUnavailable(f"Redis: {error or type(error).__name__}: {_advice(error)}", unsure=unsure)
-
-
-def _advice(error: Exception) -> str:
-    """Advice for the operator."""
-    text = str(error)
-    for sign, advice in _ADVICE.items():
-        if sign in text:
-            return advice
+    other = "see that it runs, and that [store] url in the settings names it"
     if isinstance(error, (NoAnswer, TimeoutError)):
-        return "it does not answer in time; see whether it hangs, swaps or is overloaded"
-    return "see that it runs, and that [store] url in the settings names it"
+        other = "it does not answer in time; see whether it hangs, swaps or is overloaded"
+    advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), other)
+    return StoreUnavailable(f"Redis: {error or type(error).__name__}: {advice}", unsure=unsure)
 
 
-_ADVICE: Final = {
+_ADVICE: Final = {  # for the operator, by what Redis' own message has in it
     "OOM": "its memory is full; raise maxmemory and keep `maxmemory-policy noeviction`",
     "MISCONF": "it cannot save to its disk; free some space there",
     "READONLY": "this is a replica; name the primary in [store] url",

@@ -10,7 +10,7 @@ from msgspec import structs
 from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.usage import DAY_US, MICRO, Balance, Totals, UsageRecord, UsageRow
 from tenants.store.redis import scripts
-from tenants.store.redis.database import RedisDatabase, account_key
+from tenants.store.redis.database import RedisDatabase, account_key, grouped
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS
 
 _SUMS: Final = Totals.__struct_fields__
@@ -26,11 +26,10 @@ class RedisQuotaStore:
         self._database = database
 
     async def reserve(self, hold: Hold) -> Granted | Denied:
-        record = hold.record
-        key, now = account_key(record.account_id), self._database.now_us()
+        record, now = hold.record, self._database.now_us()
         request = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record), hold.output)
-        arguments = (now, *request, record.subjects, _pack(hold.caps))
-        code, *answer = await self._database.run_script_once(scripts.RESERVE, key, *arguments)
+        arguments = (account_key(record.account_id), now, *request, record.subjects, _pack(hold.caps))
+        code, *answer = await self._database.run_script_once(scripts.RESERVE, *arguments)
         if not code:
             day, held, *after = answer
             return Granted(day, held, tuple(after))
@@ -40,17 +39,15 @@ class RedisQuotaStore:
         return structs.replace(Denied(scripts.DENIAL_REASONS[code - 1], *numbers), subject=subject.decode())
 
     async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
-        arguments = (self._database.now_us(), _pack(caps))
-        amounts: list[int] = await self._database.run_script_once(
-            scripts.REMAINING, account_key(account_id), *arguments
-        )
+        arguments = (account_key(account_id), self._database.now_us(), _pack(caps))
+        amounts: list[int] = await self._database.run_script_once(scripts.REMAINING, *arguments)
         return amounts
 
     async def checkpoint(self, records: Sequence[UsageRecord], lifetime_us: int) -> None:
         now = self._database.now_us()
         calls = [
             (key, (now, lifetime_us, *(part for record in group for part in (record.request_id, _pack(record)))))
-            for key, group in _by_account(records)
+            for key, group in grouped(records, _account_key)
         ]
         await self._database.run_script(scripts.CHECKPOINT, calls)
 
@@ -58,7 +55,7 @@ class RedisQuotaStore:
         now = self._database.now_us()
         groups = [
             (key, [part for record in group for part in (record.request_id, record.day, _pack(record))])
-            for key, group in _by_account(records)
+            for key, group in grouped(records, _account_key)
         ]
         written = await self._database.run_script(scripts.SETTLE, [(key, (now, 0, *parts)) for key, parts in groups])
         if not all(written):
@@ -87,12 +84,13 @@ class RedisQuotaStore:
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
         days = range(first_day, last_day + 1)
         hashes = await self._database.read(*(("HGETALL", account_key(account_id, f"usage:{day}")) for day in days))
-        sums: dict[tuple[int, str, str, str], Any] = {}
+        rows = []
         for day, fields in zip(days, hashes, strict=True):
             for field, value in fields.items():
                 token_id, model, *tags = field.decode().split(scripts.FIELD_SEPARATOR)
-                sums[day, token_id, model, "".join(tags)] = [int(number) for number in value.split(b":")]
-        return [UsageRow(*(*kind[:3], *numbers, kind[3])) for kind, numbers in sorted(sums.items())]
+                columns: Any = (day, token_id, model, *map(int, value.split(b":")), "".join(tags))
+                rows.append(UsageRow(*columns))
+        return sorted(rows, key=lambda row: (row.day, row.token_id, row.model, row.tags))
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """See QuotaStore. A day that is over is read in pieces, so that no other command waits; today in one look."""
@@ -111,21 +109,17 @@ class RedisQuotaStore:
 def _recorded(packed: Sequence[bytes], holds: Sequence[bytes], day: int, subject: str) -> Totals:
     """The sums over the day's records and holds that are counted for the subject."""
     records = [record for record in map(_unpack_record, packed) if subject in record.subjects_counted]
-    parts = [hold.split(b":", 4) for hold in holds]
-    held_amounts = [
+    held = [
         int(amount)
-        for of_day, amount, _, _, record in parts
-        if int(of_day) == day and subject in _unpack_record(record).subjects_counted
+        for hold_day, amount, _, _, record in (hold.split(b":", 4) for hold in holds)
+        if int(hold_day) == day and subject in _unpack_record(record).subjects_counted
     ]
     sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
-    return Totals(requests=len(records), held=sum(held_amounts), open=len(held_amounts), **sums)
+    return Totals(requests=len(records), held=sum(held), open=len(held), **sums)
 
 
-def _by_account(records: Sequence[UsageRecord]) -> list[tuple[str, list[UsageRecord]]]:
-    groups: dict[str, list[UsageRecord]] = {}
-    for record in records:
-        groups.setdefault(account_key(record.account_id), []).append(record)
-    return list(groups.items())
+def _account_key(record: UsageRecord) -> str:
+    return account_key(record.account_id)
 
 
 def _totals(columns: Sequence[bytes | None]) -> Totals:

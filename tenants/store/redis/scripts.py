@@ -4,7 +4,6 @@ Each script begins with what all have in common; KEYS[1] is the account's key (o
 and ARGV[1] the time in microseconds, 0 for Redis' own.
 """
 
-import hashlib
 from typing import Final
 
 from tenants.records.holds import RATES, DenialReason
@@ -19,7 +18,7 @@ SWEEP_MAX: Final = 500  # holds that one call expires
 # A record is a msgpack array made by UsageRecord: 4 micro_neurons, 5 prompt_tokens, 6 cached_tokens,
 # 7 completion_tokens, 8 outcome, 9 token_id, 10 model, 14 subjects, 15 tags (Lua counts from 1). Scripts move its bytes
 # and read these.
-_COMMON: Final = f"""
+COMMON: Final = f"""
 local account, now = KEYS[1], tonumber(ARGV[1])
 if now == 0 then
     local time = redis.call('TIME')
@@ -149,7 +148,7 @@ end
 """
 
 # SubjectUsage and remaining() of decision.py.
-_MEASURE: Final = f"""
+_MEASURE: Final = f"""{COMMON}
 local today = math.floor(now / {DAY_US})
 
 -- The caps as Python packed them.
@@ -204,23 +203,13 @@ end
 """
 
 
-class LuaScript:
-    """Its text, and the name that Redis knows it by."""
-
-    def __init__(self, body: str) -> None:
-        self.text = _COMMON + body
-        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-
-
 DENIAL_REASONS: Final = list(DenialReason)
 DENIAL_CODES: Final = {refusal: number for number, refusal in enumerate(DENIAL_REASONS, 1)}
 _RATE_CODES: Final = ", ".join(f"{rate} = {DENIAL_CODES[rate]}" for rate in RATES)
 
 # ARGV: now, request, token, held, lifetime, record, output, subjects, then the caps. The steps are those of reserve()
 # in sqlite/quotas.py and of decide() in decision.py.
-RESERVE: Final = LuaScript(
-    _MEASURE
-    + f"""
+RESERVE: Final = f"""{_MEASURE}
 local request, token, held, lifetime, record = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local output, subjects, caps = tonumber(ARGV[7]), counted(ARGV[8]), read_caps(ARGV[9])
 local known = redis.call('HMGET', account, 'created_at', 'suspended_at')
@@ -300,21 +289,16 @@ for i, cap in ipairs(caps) do
 end
 return answer
 """
-)
 
 # ARGV: now, then the caps.
-REMAINING: Final = LuaScript(
-    _MEASURE
-    + """
-local found = {}
-for i, cap in ipairs(read_caps(ARGV[2])) do found[i] = left(cap) end
-return found
+REMAINING: Final = f"""{_MEASURE}
+local rests = {{}}
+for i, cap in ipairs(read_caps(ARGV[2])) do rests[i] = left(cap) end
+return rests
 """
-)
 
 # ARGV: now, lifetime, then request, record of each.
-CHECKPOINT: Final = LuaScript(
-    """
+CHECKPOINT: Final = f"""{COMMON}
 for i = 3, #ARGV, 2 do
     local hold = redis.call('HGET', holds, ARGV[i])
     local kept = hold and string.match(hold, '^%d+:%d+:%d+:[%d,]*:')
@@ -324,11 +308,9 @@ for i = 3, #ARGV, 2 do
     end
 end
 """
-)
 
 # ARGV: now, whether an account that is not there may be charged, then request, day, record of each.
-SETTLE: Final = LuaScript(
-    """
+SETTLE: Final = f"""{COMMON}
 if ARGV[2] == '0' and redis.call('EXISTS', account) == 0 then return 0 end
 for i = 3, #ARGV, 3 do
     local hold = take(ARGV[i])
@@ -336,13 +318,11 @@ for i = 3, #ARGV, 3 do
 end
 return 1
 """
-)
 
-SWEEP: Final = LuaScript("return expire()")
+SWEEP: Final = f"{COMMON}return expire()"
 
 # ARGV: now, revision, suspended_at, plan, document.
-UPDATE_ACCOUNT: Final = LuaScript(
-    """
+UPDATE_ACCOUNT: Final = f"""{COMMON}
 if redis.call('EXISTS', account) == 0 then return 0 end
 if tonumber(redis.call('HGET', account, 'revision') or 1) ~= tonumber(ARGV[2]) - 1 then return 0 end
 redis.call('HSET', account, 'revision', ARGV[2], 'plan', ARGV[4], 'document', ARGV[5])
@@ -351,31 +331,25 @@ if ARGV[3] == '' then redis.call('HDEL', account, 'suspended_at') else
 end
 return 1
 """
-)
 
 # KEYS: hearth:plans. ARGV: now, name, revision, document.
-PUT_PLAN: Final = LuaScript(
-    """
+PUT_PLAN: Final = f"""{COMMON}
 if tonumber(redis.call('HGET', account .. ':revisions', ARGV[2]) or 0) ~= tonumber(ARGV[3]) - 1 then return 0 end
 redis.call('HSET', account .. ':revisions', ARGV[2], ARGV[3])
 redis.call('HSET', account, ARGV[2], ARGV[4])
 return 1
 """
-)
 
 # ARGV: now, seq, entry.
-APPEND_AUDIT: Final = LuaScript(
-    """
+APPEND_AUDIT: Final = f"""{COMMON}
 if redis.call('LLEN', account .. ':audit') ~= tonumber(ARGV[2]) - 1 then return 0 end
 redis.call('RPUSH', account .. ':audit', ARGV[3])
 return 1
 """
-)
 
 # KEYS: hearth:notices. ARGV: now, due before, due again at, most.
-CLAIM_NOTICES: Final = LuaScript(
-    """
-local taken = {}
+CLAIM_NOTICES: Final = f"""{COMMON}
+local taken = {{}}
 for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT', 0, ARGV[4])) do
     redis.call('ZADD', account, ARGV[3], id)
     taken[2 * i - 1] = redis.call('HGET', account .. ':bodies', id)
@@ -383,4 +357,3 @@ for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT
 end
 return taken
 """
-)

@@ -37,9 +37,8 @@ class SqliteAccountStore:
 
     async def add(self, account: Account) -> None:
         row = (account.id, account.created_at, account.revision, account.suspended_at, account.plan.name)
-        with self._file.transaction():
-            insert = "INSERT INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-            self._run(insert, (*row, account_document(account), NEVER_US))
+        insert = "INSERT INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+        self._file.write(insert, *row, account_document(account), NEVER_US)
 
     async def get(self, account_id: str) -> Account | None:
         rows = self._file.rows(f"SELECT {_ACCOUNT} WHERE id = ?", account_id)
@@ -51,9 +50,8 @@ class SqliteAccountStore:
     async def update(self, account: Account) -> bool:
         columns = "revision = ?, suspended_at = ?, plan = ?, document = ?"
         values = (account.revision, account.suspended_at, account.plan.name, account_document(account))
-        with self._file.transaction():
-            update = f"UPDATE accounts SET {columns} WHERE id = ? AND revision = ?"
-            return self._run(update, (*values, account.id, account.revision - 1)).rowcount == 1
+        update = f"UPDATE accounts SET {columns} WHERE id = ? AND revision = ?"
+        return self._file.write(update, *values, account.id, account.revision - 1) == 1
 
     async def plans(self) -> Sequence[Plan]:
         return [_plan(*row) for row in self._file.rows("SELECT document, revision FROM plans ORDER BY name")]
@@ -67,13 +65,11 @@ class SqliteAccountStore:
         return True
 
     async def remove_plan(self, name: str) -> bool:
-        with self._file.transaction():
-            return self._run("DELETE FROM plans WHERE name = ?", (name,)).rowcount == 1
+        return self._file.write("DELETE FROM plans WHERE name = ?", name) == 1
 
     async def add_token(self, token: ApiToken, digest: TokenDigest) -> bool:
-        times = (token.created_at, token.expires_at, token.revoked_at)
-        terms = (_pack(token.grant), _pack(token.limits))
-        row = (token.id, token.account_id, token.name, *times, *terms, digest.digest, digest.pepper, None)
+        *columns, grant, limits = structs.astuple(token)
+        row = (*columns, _pack(grant), _pack(limits), digest.digest, digest.pepper, None)
         with self._file.transaction():
             if not self._run("SELECT 1 FROM accounts WHERE id = ?", (token.account_id,)).fetchone():
                 return False
@@ -95,29 +91,27 @@ class SqliteAccountStore:
         newest, *rolled = digests
         fields = (token.name, token.expires_at, _pack(token.grant), _pack(token.limits))
         values = (*fields, newest.digest, newest.pepper, _pack(rolled))
-        with self._file.transaction():
-            return self._run(f"UPDATE tokens SET {columns} WHERE id = ?", (*values, token.id)).rowcount == 1
+        return self._file.write(f"UPDATE tokens SET {columns} WHERE id = ?", *values, token.id) == 1
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
         rows = self._file.rows(f"SELECT {_TOKEN} FROM tokens WHERE account_id = ? ORDER BY created_at, id", account_id)
         return [_token(row) for row in rows]
 
     async def revoke(self, token_id: str, revoked_at: int) -> bool:
-        with self._file.transaction():
-            update = "UPDATE tokens SET revoked_at = coalesce(revoked_at, ?) WHERE id = ?"
-            return self._run(update, (revoked_at, token_id)).rowcount == 1
+        update = "UPDATE tokens SET revoked_at = coalesce(revoked_at, ?) WHERE id = ?"
+        return self._file.write(update, revoked_at, token_id) == 1
 
 
 def _token(row: Any) -> ApiToken:
-    *columns, permitted, limits = row[:8]
-    grant = _unpack_grant(permitted) if permitted else Grant()
-    return structs.replace(ApiToken(*columns), grant=grant, limits=_unpack_limits(limits) if limits else NO_LIMITS)
+    *columns, grant, limits = row[:8]
+    columns += [_unpack_grant(grant) if grant else Grant(), _unpack_limits(limits) if limits else NO_LIMITS]
+    return ApiToken(*columns)
 
 
 def _account(row: Any) -> Account:
     account_id, created_at, revision, suspended_at, document, plan, plan_revision = row
-    current_plan = DEFAULT_PLAN if plan is None else _plan(plan, plan_revision)
-    return read_account(account_id, created_at, revision, suspended_at, document, current_plan)
+    current = DEFAULT_PLAN if plan is None else _plan(plan, plan_revision)
+    return read_account(account_id, created_at, revision, suspended_at, document, current)
 
 
 def _plan(document: str, revision: int) -> Plan:

@@ -9,17 +9,8 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from tenants.records.batches import (
-    LISTED_MAX,
-    OPEN_BATCHES_MAX,
-    OPEN_ITEMS_MAX,
-    WAITING_S,
-    BatchItemResult,
-    BatchJob,
-    BatchJobItem,
-    BatchStatus,
-    QueueDepth,
-)
+from tenants.records import batches
+from tenants.records.batches import BatchItemResult, BatchJob, BatchJobItem, BatchStatus, QueueDepth
 from tenants.records.usage import UsageRecord
 from tenants.store.sqlite.file import SqliteFile
 from tenants.store.sqlite.quotas import SqliteQuotaStore
@@ -82,7 +73,7 @@ class SqliteBatchStore:
             if self._run("SELECT 1 FROM batches WHERE id = ?", (batch.id,)).fetchone():
                 return True
             count, items = self._run(open_ones, (batch.account_id,)).fetchone()
-            if count >= OPEN_BATCHES_MAX or items + batch.items > OPEN_ITEMS_MAX:
+            if count >= batches.OPEN_BATCHES_MAX or items + batch.items > batches.OPEN_ITEMS_MAX:
                 return False
             self._run(insert, structs.astuple(structs.replace(batch, status=BatchStatus.ARRIVING)))
         return True
@@ -96,7 +87,7 @@ class SqliteBatchStore:
                 self._run(insert, (place, body, batch_id, account_id))
 
     async def open(self, account_id: str, batch_id: str) -> None:
-        arrived = f"""UPDATE batches SET status = 'queued', expires_at = created_at + {WAITING_S}
+        arrived = f"""UPDATE batches SET status = 'queued', expires_at = created_at + {batches.WAITING_S}
             WHERE id = ? AND account_id = ? AND status = 'arriving' RETURNING model"""
         with self._file.transaction():
             for (model,) in self._run(arrived, (batch_id, account_id)).fetchall():
@@ -106,12 +97,11 @@ class SqliteBatchStore:
         self._run("INSERT INTO batch_lines VALUES (?, ?, 0) ON CONFLICT DO NOTHING", (model, account_id))
 
     async def get(self, account_id: str, batch_id: str) -> BatchJob | None:
-        rows = self._file.rows(f"SELECT {_BATCH} FROM batches WHERE id = ? AND account_id = ?", batch_id, account_id)
-        return next(iter(_batches(rows)), None)
+        return next(iter(self._batches("id = ? AND account_id = ?", batch_id, account_id)), None)
 
     async def of_account(self, account_id: str) -> Sequence[BatchJob]:
-        select = f"SELECT {_BATCH} FROM batches WHERE account_id = ? ORDER BY created_at DESC, id LIMIT {LISTED_MAX}"
-        return _batches(self._file.rows(select, account_id))
+        newest = f"ORDER BY created_at DESC, id LIMIT {batches.LISTED_MAX}"
+        return self._batches(f"account_id = ? {newest}", account_id)
 
     async def results(self, account_id: str, batch_id: str, first: int, limit: int) -> Sequence[BatchItemResult]:
         select = f"""SELECT place, state = {_ItemState.SUCCEEDED}, result FROM batch_items
@@ -191,9 +181,8 @@ class SqliteBatchStore:
     async def waiting(self, models: Sequence[str]) -> Mapping[str, QueueDepth]:
         return {model: QueueDepth(items, at) for model, items, at in self._file.rows(_WAITING) if model in models}
 
-
-def _batches(rows: list[Any]) -> list[BatchJob]:
-    """Batches that have arrived."""
-    batches = [BatchJob(*row) for row in rows]
-    batches = [structs.replace(batch, status=BatchStatus(batch.status)) for batch in batches]
-    return [batch for batch in batches if batch.status is not BatchStatus.ARRIVING]
+    def _batches(self, condition: str, *values: Any) -> list[BatchJob]:
+        """The batches of this condition, without those that are arriving."""
+        rows = self._file.rows(f"SELECT {_BATCH} FROM batches WHERE status <> 'arriving' AND {condition}", *values)
+        found = [BatchJob(*row) for row in rows]
+        return [structs.replace(batch, status=BatchStatus(batch.status)) for batch in found]

@@ -64,6 +64,11 @@ class SqliteFile:
         except sqlite3.Error as error:
             raise self._unavailable(error) from error
 
+    def write(self, statement: str, *values: Any) -> int:
+        """Commits one statement; returns how many rows it changed. Raises StoreUnavailable."""
+        with self.transaction():
+            return self.run(statement, values).rowcount
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Commits what `run` does inside, or nothing of it. Raises StoreUnavailable."""
@@ -93,24 +98,21 @@ class SqliteFile:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _unavailable(self, error: sqlite3.Error | OSError) -> StoreUnavailable:
-        return StoreUnavailable(f"{self._path}: {error}: {_advice(error)}")
+        code = sqlite3.SQLITE_CANTOPEN if isinstance(error, OSError) else getattr(error, "sqlite_errorcode", 0) & 0xFF
+        advice = _ADVICE.get(code, "see the message of SQLite before it")
+        return StoreUnavailable(f"{self._path}: {error}: {advice}")
 
 
-def _advice(error: sqlite3.Error | OSError) -> str:
-    """Advice for the operator."""
-    if isinstance(error, OSError):
-        return "check that its folder exists and that this user may write there"
-    primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return _ADVICE.get(primary, "see the message of SQLite before it")
-
-
+_READ_ONLY: Final = "make the file, its folder and its disk writable for this user"
+_BUSY: Final = f"another process has been writing for over {BUSY_MS} ms; find who has the file open"
+# For the operator, by SQLite's primary error code.
 _ADVICE: Final = {
     sqlite3.SQLITE_FULL: "its disk is full; free some space, and what could not be written follows from the outbox",
-    sqlite3.SQLITE_READONLY: "make the file, its folder and its disk writable for this user",
-    sqlite3.SQLITE_PERM: "make the file, its folder and its disk writable for this user",
+    sqlite3.SQLITE_READONLY: _READ_ONLY,
+    sqlite3.SQLITE_PERM: _READ_ONLY,
     sqlite3.SQLITE_CANTOPEN: "check that its folder exists and that this user may write there",
-    sqlite3.SQLITE_BUSY: f"another process has been writing for over {BUSY_MS} ms; find who has the file open",
-    sqlite3.SQLITE_LOCKED: f"another process has been writing for over {BUSY_MS} ms; find who has the file open",
+    sqlite3.SQLITE_BUSY: _BUSY,
+    sqlite3.SQLITE_LOCKED: _BUSY,
     sqlite3.SQLITE_CORRUPT: "the file is damaged; stop Hearth, then save what is left with `sqlite3 FILE .recover`",
     sqlite3.SQLITE_NOTADB: "the file is no SQLite database; name another one in [store] url, or move it away",
     sqlite3.SQLITE_IOERR: "its disk fails; look into the system's log",

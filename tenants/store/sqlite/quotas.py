@@ -7,17 +7,9 @@ from typing import Any, Final, NamedTuple
 from msgspec import structs
 
 from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
-from tenants.records.usage import (
-    EXPIRED,
-    Balance,
-    Totals,
-    UsageRecord,
-    UsageRow,
-    day_of,
-    first_of_month,
-    first_of_next_month,
-)
-from tenants.store.decision import SubjectUsage, decide, lasts_us, remaining
+from tenants.records.limits import lasts_us
+from tenants.records.usage import EXPIRED, Balance, Totals, UsageRecord, UsageRow, day_of, first_of_month
+from tenants.store.decision import SubjectUsage, decide, remaining
 from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
 from tenants.store.sqlite.file import SqliteFile
 from tenants.store.sqlite.schema import NEVER_US
@@ -159,8 +151,8 @@ class SqliteQuotaStore:
         used = SubjectUsage(*self._run(_SUBJECT_USAGE, key).fetchone())
         if not any(cap.subject == subject and cap.measure is DenialReason.NEURONS_PER_MONTH for cap in caps):
             return used
-        days = (first_of_month(day), first_of_next_month(day) - 1)
-        return used._replace(month=self._run(_MONTH_USAGE, (account_id, subject, *days)).fetchone()[0])
+        month = (account_id, subject, first_of_month(day), day)
+        return used._replace(month=self._run(_MONTH_USAGE, month).fetchone()[0])
 
     def _hold(self, hold: Hold, granted: Granted, used: dict[str, SubjectUsage], now_us: int) -> None:
         record, account_id = hold.record, hold.record.account_id

@@ -13,13 +13,14 @@ import pytest
 from tenants.auth import issuers as module
 from tenants.auth.accounts import AccountService
 from tenants.auth.errors import AccountSuspended, MalformedToken, UnknownToken
-from tenants.auth.issuers import Issuer, IssuerUnavailable, JwtIdentity, JwtVerifier
+from tenants.auth.issuers import Issuer, IssuerUnavailable, JwtVerifier
 from tenants.auth.jwt import InvalidJwt
 from tenants.limits.quota import Quota
 from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest
 from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import Limits
+from tenants.records.tokens import ApiToken
 from tenants.store.protocol import Store
 from tests.support.issuers import ACCOUNT, ALGORITHMS, JwksServer, World, documents, jwk, signer
 from tests.support.jwt_attacks import ATTACKS, Attack, mapped
@@ -186,12 +187,12 @@ async def test_types_of_access_tokens_are_taken(typ: str, world: World, issuers:
 async def test_a_token_id_is_short_and_one_subjects_alone(
     subject: str, shown: str, world: World, issuers: JwtVerifier
 ) -> None:
-    token_id = (await issuers.verify(world.jwt(sub=subject))).token_id
+    token_id = (await issuers.verify(world.jwt(sub=subject))).id
     assert len(token_id) <= 64
     assert token_id.isprintable()
     assert token_id == shown if "#" not in shown else re.fullmatch(f"{shown}[0-9a-f]{{32}}", token_id)
-    assert token_id == (await issuers.verify(world.jwt(sub=subject, jti="2"))).token_id
-    assert token_id != (await issuers.verify(world.jwt(sub=token_id.rpartition(":")[2][:54] + "x"))).token_id
+    assert token_id == (await issuers.verify(world.jwt(sub=subject, jti="2"))).id
+    assert token_id != (await issuers.verify(world.jwt(sub=token_id.rpartition(":")[2][:54] + "x"))).id
 
 
 async def test_a_jwt_ends_when_it_expires(world: World, known: AccountService, clock: StoppedClock) -> None:
@@ -377,4 +378,4 @@ def test_http_is_for_loopback(url: str) -> None:
 async def test_keys_may_be_given_in_a_file(world: World, clock: StoppedClock, tmp_path: Path) -> None:
     async with fetching(JwtVerifier([filed(world.settings[0], tmp_path)], clock)) as issuers:
         proof = await issuers.verify(world.jwt())
-    assert proof == JwtIdentity(ACCOUNT, "jwt:eddsa:ann", Grant(), world.now - 10, world.now + 600)
+    assert proof == ApiToken("jwt:eddsa:ann", ACCOUNT, "jwt:eddsa:ann", world.now - 10, world.now + 600)

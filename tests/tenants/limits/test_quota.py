@@ -655,7 +655,7 @@ async def test_whatever_happens_each_request_has_one_record_and_the_sums_agree(
             await step(n, False)
             (await store.quotas.reconcile(caller.account.id, clock.day)).check()
     for reservation in running.values():
-        final[reservation.request_id] = reservation.record(DONE, "done").micro_neurons
+        final[reservation.unused.request_id] = reservation.record(DONE, "done").micro_neurons
         quota.settle(reservation, DONE)
     await quota.flush()
     await quota.replay()
@@ -686,7 +686,7 @@ async def test_a_reservation_that_the_store_took_too_late_is_given_back(
     """What was on its way when Redis froze is done when it thaws, long after the caller was told 503."""
     store = open_store(empty_redis_url)
     caller, quota = await caller_of(store), Quota(store.quotas, tmp_path / "outbox")
-    day = (await reserved(quota, caller, "before")).day
+    day = (await reserved(quota, caller, "before")).unused.day
     with frozen_redis(), pytest.raises(StoreUnavailable):
         await reserved(quota, caller, "late")
 
