@@ -18,8 +18,7 @@ from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import trim_memory
 from engine.models.config import ModelConfig
 from engine.models.cpu_step import CpuStep
-from engine.models.decoder_layer import DecoderParameters, rope_tables
-from engine.models.llama import LlamaDecoder
+from engine.models.llama import DecoderParameters, LlamaDecoder, rope_tables
 from engine.step.cost_model import CostModel
 from engine.step.executor import InflightStep, MemoryUsage, PagedLayout, RunnerOutput
 from engine.step.layout import ExecutorLimits, Int32s, StepBatch, check_step, unpack_step

@@ -10,12 +10,13 @@ no steps, and not when a model is to sleep, or why.
 
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, Self
 
 import torch
 
 from engine.execution.cuda_graphs import capture_sizes
 from engine.execution.memory_plan import CONTEXT_BYTES, GRAPH_BYTES, host_tier_bytes, kv_blocks, paged_layout
-from engine.execution.staging import StepLimits
 from engine.kvcache.host_tier import HostKVTier
 from engine.kvcache.tensors import KVPool
 from engine.memory.streams import DeviceStream, StreamEvent
@@ -25,7 +26,35 @@ from engine.models.gpu_step import StepBuffers
 from engine.models.llama import kv_shape
 from engine.protocol.specs import ModelSpec
 from engine.step.executor import MemoryUsage
+from engine.step.layout import HEADER_WORDS
 from engine.weights.device_buffer import WeightBuffer
+
+_STEP_TOKENS: Final = 2048
+_PROMPT_STEP_TOKENS: Final = 8192
+_SEQUENCES: Final = 512
+_ROW_WORDS: Final = 48  # what a step has per row, tiles included
+_MORE_WORDS: Final = 1 << 20  # histories, and tiles that are divided
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest step; memory of fixed size is made for it."""
+
+    rows: int
+    sequences: int
+    words: int
+    step_tokens: int
+    prompt_step_tokens: int
+
+    @classmethod
+    def of(cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int) -> Self:
+        """`sequences` and `step_tokens` as a spec asks for them, or None."""
+        sequences = sequences or _SEQUENCES
+        prompt_step_tokens = step_tokens or _PROMPT_STEP_TOKENS
+        rows = min(max(prompt_step_tokens, sequences), sequences * context_tokens)
+        tables = sequences * -(-context_tokens // block_tokens)
+        words = HEADER_WORDS + rows * _ROW_WORDS + tables + _MORE_WORDS
+        return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
 
 
 class GpuMemory:

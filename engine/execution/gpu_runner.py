@@ -16,23 +16,59 @@ import torch
 from torch import Tensor
 
 from engine.execution.cuda_graphs import CudaGraphs, capture_sizes
-from engine.execution.gpu_memory import GpuMemory
+from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_sampler import TEMPERATURE_ONLY, LogprobTensors, SamplingFeatures, sample_tokens
-from engine.execution.staging import StagedStep, StepLimits
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.memory.streams import StreamEvent
+from engine.memory.streams import DeviceStream, StreamEvent
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import DecoderParameters
 from engine.models.gpu_step import GpuStep
-from engine.models.llama import LlamaDecoder
+from engine.models.llama import DecoderParameters, LlamaDecoder
+from engine.protocol.types import LOGPROBS_MAX
 from engine.step.attention_plan import plan_attention
 from engine.step.cost_model import CostModel
-from engine.step.executor import InflightStep
+from engine.step.executor import InflightStep, RunnerOutput
 from engine.step.layout import ExecutorLimits, Int32s, StepBatch, check_step, unpack_step
+from engine.step.sampling import pooling_output
 
 PIPELINE_DEPTH: Final = 2
 GRAPH_ROWS_MAX: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
 _PREPARE_EVERY_S: Final = 0.25
+
+
+class StagedStep:
+    """An in-flight step on a GPU, with the host memory that it is uploaded from and its tokens are downloaded to.
+
+    batch   the step, while it lacks its masks.
+    """
+
+    def __init__(self, stream: DeviceStream, step_limits: StepLimits, vector_width: int) -> None:
+        """`vector_width` is 0 for a model that gives text."""
+        self.words = stream.staging(step_limits.words, dtype=torch.int32)
+        self.tokens_R = stream.staging(step_limits.sequences, dtype=torch.int32)
+        self.reports = LogprobTensors(
+            stream.staging(step_limits.sequences, dtype=torch.float32),
+            stream.staging(step_limits.sequences, LOGPROBS_MAX, dtype=torch.int64),
+            stream.staging(step_limits.sequences, LOGPROBS_MAX, dtype=torch.float32),
+        )
+        self.vectors_RH = stream.staging(step_limits.sequences, vector_width, dtype=torch.float32)
+        self.mark = stream.mark()
+        self.batch: StepBatch | None = None
+        self.rows = 0
+        self.logprob_counts: dict[int, int] = {}
+        self._tokens_R = self.tokens_R.numpy()
+
+    def begin(self, batch: StepBatch) -> None:
+        """Notes what is to be read of the step when it has landed."""
+        self.rows = len(batch.rows_R)
+        counts = batch.sampling_R["logprobs"].tolist()
+        self.logprob_counts = {row: count for row, count in enumerate(counts) if count >= 0}
+
+    def wait(self) -> RunnerOutput:
+        self.mark.wait()
+        if self.vectors_RH.shape[1]:
+            return pooling_output(self.vectors_RH[: self.rows].clone())
+        logprobs = {row: self.reports.read(row, count) for row, count in self.logprob_counts.items()}
+        return RunnerOutput(self._tokens_R[: self.rows].copy(), logprobs)
 
 
 class GpuRunner:
@@ -52,7 +88,6 @@ class GpuRunner:
         self._decoder = LlamaDecoder(parameters)
         self._memory = memory
         self._buffers = memory.buffers
-        self._dtype = memory.buffers.dtype
         self._stream = memory.stream
         vector_width = config.hidden if config.vectors else 0
         self._masks_RW = self._stream.staging(*memory.buffers.masks_RW.shape, dtype=torch.int32)
@@ -202,7 +237,7 @@ class GpuRunner:
             self._heads.launch(rows)
             staged.vectors_RH[:rows].copy_(self._buffers.vectors_RH[:rows], non_blocking=True)
             return
-        if features.plain:
+        if features == TEMPERATURE_ONLY:
             self._heads.launch(rows)
         else:
             with self._memory.workspace.entered():
@@ -219,7 +254,7 @@ class GpuRunner:
         return logits_RV
 
     def _step(self, rows: int, wide: bool = False) -> GpuStep:
-        return GpuStep(self._config, self._buffers, self._memory.pool, rows, self._dtype, wide)
+        return GpuStep(self._config, self._buffers, self._memory.pool, rows, wide)
 
 
 def _no_beat() -> None:

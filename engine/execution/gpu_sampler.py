@@ -22,11 +22,11 @@ from engine.step.layout import StepBatch
 class SamplingFeatures:
     """What some row of a step asks for beyond a temperature."""
 
-    biases: bool
-    penalties: bool
-    masks: bool
-    filters: bool
-    logprobs: bool
+    biases: bool = False
+    penalties: bool = False
+    masks: bool = False
+    filters: bool = False
+    logprobs: bool = False
 
     @classmethod
     def of(cls, batch: StepBatch) -> Self:
@@ -40,12 +40,8 @@ class SamplingFeatures:
             logprobs=bool((rows["logprobs"] >= 0).any()),
         )
 
-    @property
-    def plain(self) -> bool:
-        return not (self.biases or self.penalties or self.masks or self.filters or self.logprobs)
 
-
-TEMPERATURE_ONLY: Final = SamplingFeatures(biases=False, penalties=False, masks=False, filters=False, logprobs=False)
+TEMPERATURE_ONLY: Final = SamplingFeatures()
 
 
 def sample_tokens(

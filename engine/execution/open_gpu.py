@@ -11,11 +11,10 @@ import torch
 
 from engine.execution.artifacts import GpuArtifact, gpu_artifacts
 from engine.execution.device_select import device_facts
-from engine.execution.gpu_memory import GpuMemory, open_gpu_memory
+from engine.execution.gpu_memory import GpuMemory, StepLimits, open_gpu_memory
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
 from engine.execution.gpu_trial import TrialSteps
 from engine.execution.memory_plan import GRAPH_BYTES, DoesNotFit, initial_extents
-from engine.execution.staging import StepLimits
 from engine.kernels.compile_cache import name_kernels, share_kernel_cache
 from engine.memory.virtual_memory import Arena
 from engine.models.config import ModelConfig

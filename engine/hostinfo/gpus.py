@@ -49,20 +49,15 @@ def installed_gpus() -> list[Gpu]:
     empty without a driver. It takes up to a second or two, where the driver has to be woken."""
     import pynvml  # only here: most commands ask nothing of it
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
     gpus = []
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            with contextlib.suppress(pynvml.NVMLError):
-                gpus.append(_describe(pynvml, index, driver))
-    except pynvml.NVMLError:
-        return gpus
-    finally:
-        with contextlib.suppress(pynvml.NVMLError):
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            driver = pynvml.nvmlSystemGetDriverVersion()
+            for index in range(pynvml.nvmlDeviceGetCount()):
+                with contextlib.suppress(pynvml.NVMLError):
+                    gpus.append(_describe(pynvml, index, driver))
+        finally:
             pynvml.nvmlShutdown()
     return gpus
 
@@ -71,14 +66,10 @@ def _describe(nvml: Any, index: int, driver: str) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
-        index=index,
-        uuid=nvml.nvmlDeviceGetUUID(handle),
-        name=nvml.nvmlDeviceGetName(handle),
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
-        driver=driver,
+        index=index, uuid=nvml.nvmlDeviceGetUUID(handle), name=nvml.nvmlDeviceGetName(handle),
+        total_bytes=int(memory.total), free_bytes=int(memory.free), driver=driver,
         capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
-    )
+    )  # fmt: skip
 
 
 def gpu_memory(names: Sequence[str]) -> dict[str, tuple[str, int]]:

@@ -78,7 +78,7 @@ def rotate_and_write(
 ) -> None:  # fmt: skip
     """Adds up the parts, writes q rotated, and K rotated and V into the slots of the step's rows; later rows stay.
 
-    qk_norm_HD, float32, has a row for each head of q and of k. The tables are those of decoder_layer.py (float32,
+    qk_norm_HD, float32, has a row for each head of q and of k. The tables are those of llama.py (float32,
     the first half of sin negated). kv_SW is one layer of the pool, of q's dtype or float8_e4m3fn, which saturates.
     """
     count, rows, width = parts_PTW.shape

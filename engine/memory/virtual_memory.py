@@ -11,6 +11,7 @@ CUDA, and the host's memory, which is how everything above runs on a CPU.
 import mmap
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, Final, Protocol
 from weakref import WeakSet
@@ -67,8 +68,6 @@ class Arena:
     def __init__(self, driver: MemoryDriver, max_bytes: int) -> None:
         self.driver = driver
         self.max_bytes = max_bytes
-        self.mapped_bytes = 0
-        self._reserved_bytes = 0
         self._regions: WeakSet[Region] = WeakSet()
 
     @classmethod
@@ -78,6 +77,10 @@ class Arena:
             return cls(CudaMemoryDriver(device), max_bytes or torch.cuda.mem_get_info(device)[1])
         return cls(HostMemoryDriver(), max_bytes or ADDRESS_BYTES_MAX)
 
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(region.mapped_bytes for region in self._regions)
+
     def reserve(self, name: str, size: int, piece_bytes: int) -> "Region":
         """Addresses for `size` bytes and what is missing to whole units, in pieces of which the last may be shorter.
         `piece_bytes` is a multiple of the driver's granularity. Raises OutOfDeviceMemory."""
@@ -85,26 +88,18 @@ class Arena:
         size = -(-size // unit) * unit
         assert size > 0, "an empty region"
         assert piece_bytes % unit == 0, f"pieces of {piece_bytes} bytes, where memory comes in units of {unit}"
-        if self._reserved_bytes + size > ADDRESS_BYTES_MAX:
+        if sum(region.size for region in self._regions) + size > ADDRESS_BYTES_MAX:
             raise OutOfDeviceMemory(f"{name}: {size} bytes are more than the {ADDRESS_BYTES_MAX} that have addresses")
         region = Region(self, name, self.driver.reserve(size), size, piece_bytes)
-        self._reserved_bytes += size
         self._regions.add(region)
         return region
 
-    def take(self, name: str, size: int) -> None:
-        """Accounts for memory about to be mapped. Raises OutOfDeviceMemory."""
+    def require(self, name: str, size: int) -> None:
+        """Raises OutOfDeviceMemory where so many bytes more are too many."""
         if self.mapped_bytes + size > self.max_bytes:
             raise OutOfDeviceMemory(
                 f"{name}: {size} bytes more, where {self.mapped_bytes} of at most {self.max_bytes} are held"
             )
-        self.mapped_bytes += size
-
-    def give(self, size: int) -> None:
-        self.mapped_bytes -= size
-
-    def gone(self, region: "Region") -> None:
-        self._reserved_bytes -= region.size
 
     def check(self) -> None:
         """Every byte that is mapped lies in a piece of one region, and no two regions overlap."""
@@ -113,8 +108,6 @@ class Arena:
             assert before.address + before.size <= after.address, f"{before.name} and {after.name} overlap"
         for region in regions:
             region.check()
-        assert self.mapped_bytes == sum(region.mapped_bytes for region in regions), "mapped bytes that nobody has"
-        assert self._reserved_bytes == sum(region.size for region in regions), "addresses that nobody has"
         assert self.mapped_bytes <= self.max_bytes
 
 
@@ -151,25 +144,16 @@ class Region:
     def map(self, pieces: Iterable[int]) -> None:
         """Gives memory to pieces that have none. What is in it is anything. Raises OutOfDeviceMemory, and then it is as
         it was."""
-        done: list[int] = []
-        try:
+        pieces = list(pieces)
+        self._arena.require(self.name, sum(self.bytes_of(piece) for piece in pieces))
+        with ExitStack() as undoing:
             for piece in pieces:
-                self._map(piece)
-                done.append(piece)
-        except OutOfDeviceMemory:
-            self.unmap(done)
-            raise
-
-    def _map(self, piece: int) -> None:
-        assert piece not in self._handles, f"piece {piece} of {self.name} has memory already"
-        size = self.bytes_of(piece)
-        self._arena.take(self.name, size)
-        try:
-            self._handles[piece] = self._arena.driver.map(self.address + piece * self.piece_bytes, size)
-        except BaseException:
-            self._arena.give(size)
-            raise
-        self.mapped_bytes += size
+                assert piece not in self._handles, f"piece {piece} of {self.name} has memory already"
+                address, size = self.address + piece * self.piece_bytes, self.bytes_of(piece)
+                self._handles[piece] = self._arena.driver.map(address, size)
+                self.mapped_bytes += size
+                undoing.callback(self.unmap, [piece])
+            undoing.pop_all()
 
     def unmap(self, pieces: Iterable[int]) -> None:
         """Takes memory away. Nothing on the device reads or writes it any more."""
@@ -178,7 +162,6 @@ class Region:
             size = sum(self.bytes_of(piece) for piece in range(first, last))
             handles = [self._handles.pop(piece) for piece in range(first, last)]
             self._arena.driver.unmap(self.address + first * self.piece_bytes, size, handles)
-            self._arena.give(size)
             self.mapped_bytes -= size
 
     def map_all(self) -> None:
@@ -207,7 +190,6 @@ class Region:
             self._arena.driver.wait()
             self.unmap_all()
         self._arena.driver.release(self.address, self.size)
-        self._arena.gone(self)
 
 
 def contiguous_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -294,17 +276,13 @@ class CudaMemoryDriver:
         self._done(self._driver.cuMemAddressFree(address, size))
 
     def map(self, address: int, size: int) -> int:
-        handle = self._done(self._driver.cuMemCreate(size, self._properties, 0))
-        try:
+        with ExitStack() as undoing:
+            handle = self._done(self._driver.cuMemCreate(size, self._properties, 0))
+            undoing.callback(self._driver.cuMemRelease, handle)
             self._done(self._driver.cuMemMap(address, size, 0, handle, 0))
-            try:
-                self._done(self._driver.cuMemSetAccess(address, size, [self._access], 1))
-            except BaseException:
-                self._driver.cuMemUnmap(address, size)
-                raise
-        except BaseException:
-            self._driver.cuMemRelease(handle)
-            raise
+            undoing.callback(self._driver.cuMemUnmap, address, size)
+            self._done(self._driver.cuMemSetAccess(address, size, [self._access], 1))
+            undoing.pop_all()
         return int(handle)
 
     def unmap(self, address: int, size: int, handles: list[int]) -> None:

@@ -9,7 +9,7 @@ Torch keeps what it once got, in segments. Eager steps and graphs share them: al
 import ctypes
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Final
 
 import torch
@@ -71,15 +71,11 @@ class Workspace:
 
     def map(self) -> None:
         """Takes its memory again, in which anything may lie. Raises OutOfDeviceMemory, and then it has none."""
-        done: list[Region] = []
-        try:
+        with ExitStack() as undoing:
             for region in self._segments:
                 region.map_all()
-                done.append(region)
-        except OutOfDeviceMemory:
-            for region in done:
-                region.unmap_all()
-            raise
+                undoing.callback(region.unmap_all)
+            undoing.pop_all()
 
     def unmap(self) -> None:
         """Gives its memory back. Nothing that is queued reads or writes it."""

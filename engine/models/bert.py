@@ -10,13 +10,15 @@ T rows of all texts, S texts, L tokens of the longest of a group, H hidden size,
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from engine.layers.linear_cpu import Activation, CpuLinear
 from engine.models.config import EncoderConfig
@@ -32,14 +34,13 @@ ACTIVATIONS: Final = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
 }
-
-
-class EncoderLinear(Protocol):
-    """x_TK → [T, N], through its activation. It takes `bytes`."""
-
-    bytes: int
-
-    def __call__(self, x_TK: Tensor) -> Tensor: ...
+_TORCH_ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    Activation.NONE: lambda y_TN: y_TN,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.RELU: torch.relu,
+    Activation.TANH: torch.tanh,
+}
 
 
 class TorchLinear:
@@ -49,20 +50,13 @@ class TorchLinear:
         self.bytes = weight_NK.nbytes + bias_N.nbytes
         self._weight_NK = weight_NK
         self._bias_N = bias_N
-        self._activation = activation
+        self._activate = _TORCH_ACTIVATIONS[activation]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        y_TN = torch.nn.functional.linear(x_TK, self._weight_NK, self._bias_N)
-        match self._activation:
-            case Activation.GELU:
-                return torch.nn.functional.gelu(y_TN)
-            case Activation.GELU_TANH:
-                return torch.nn.functional.gelu(y_TN, approximate="tanh")
-            case Activation.RELU:
-                return torch.relu(y_TN)
-            case Activation.TANH:
-                return torch.tanh(y_TN)
-        return y_TN
+        return self._activate(functional.linear(x_TK, self._weight_NK, self._bias_N))
+
+
+EncoderLinear = CpuLinear | TorchLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +92,16 @@ class EncoderParameters:
 
     @property
     def bytes(self) -> int:
-        linears = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.up, layer.down)]
-        linears += [] if self.head is None else [self.head.pooler, self.head.score]
-        norms = [norm for layer in self.layers for norm in (layer.attention_norm, layer.norm)]
-        tensors = [self.words, self.positions, self.types, self.norm, *norms]
-        return sum(each.bytes for each in linears) + sum(tensor.nbytes for tensor in tensors)
+        linears = [] if self.head is None else [self.head.pooler, self.head.score]
+        tensors = [self.words, self.positions, self.types, self.norm]
+        for layer in self.layers:
+            linears += [layer.qkv, layer.output, layer.up, layer.down]
+            tensors += [layer.attention_norm, layer.norm]
+        return sum(linear.bytes for linear in linears) + sum(tensor.nbytes for tensor in tensors)
 
 
 def assemble_encoder(config: EncoderConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> EncoderParameters:
-    """Takes the tensors of names.encoder_entries out of `tensors` one by one. Calls `beat` after each layer."""
+    """Takes the tensors of weight_names.encoder_entries out of `tensors` one by one. Calls `beat` after each layer."""
 
     def linear(name: str, activation: Activation = Activation.NONE) -> EncoderLinear:
         weight_NK, bias_N = tensors.pop(f"{name}.weight"), tensors.pop(f"{name}.bias")
@@ -170,26 +165,23 @@ class BertEncoder:
         for group in groups:
             qkv_SL3ND = qkv_TW.index_select(0, group.rows_F).view(group.texts, group.length, 3, heads, -1)
             q_SNLD, k_SNLD, v_SNLD = qkv_SL3ND.permute(2, 0, 3, 1, 4).unbind()
-            out_SNLD = torch.nn.functional.scaled_dot_product_attention(q_SNLD, k_SNLD, v_SNLD, group.mask_S1LL)
+            out_SNLD = functional.scaled_dot_product_attention(q_SNLD, k_SNLD, v_SNLD, group.mask_S1LL)
             attended.append(out_SNLD.transpose(1, 2).reshape(-1, hidden).index_select(0, group.kept_T))
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _pooled(self, x_TH: Tensor, texts: TextBatch) -> Tensor:
-        firsts_S = self._on_device(texts.starts_S1[:-1])
-        if self._parameters.head is not None:
-            head, dtype = self._parameters.head, self._parameters.words.dtype
-            return head.score(head.pooler(x_TH.index_select(0, firsts_S).to(dtype))).float()
-        vectors_SH = x_TH.index_select(0, firsts_S)
+        vectors_SH = x_TH.index_select(0, self._on_device(texts.starts_S1[:-1]))
+        if (head := self._parameters.head) is not None:
+            return head.score(head.pooler(vectors_SH.to(self._parameters.words.dtype))).float()
         means_S = np.flatnonzero(texts.poolings_S == POOLINGS.index(Pooling.MEAN))
         if len(means_S):
-            lengths_S = self._on_device(np.diff(texts.starts_S1))
-            means_SH = torch.segment_reduce(x_TH, "mean", lengths=lengths_S, axis=0)
-            vectors_SH[self._on_device(means_S)] = means_SH[self._on_device(means_S)]
+            lengths_S, rows = self._on_device(np.diff(texts.starts_S1)), self._on_device(means_S)
+            vectors_SH[rows] = torch.segment_reduce(x_TH, "mean", lengths=lengths_S, axis=0)[rows]
         return vectors_SH
 
     def _norm(self, x_TH: Tensor, norm_2H: Tensor) -> Tensor:
         weight_H, bias_H = norm_2H
-        return torch.nn.functional.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, self._config.norm_epsilon)
+        return functional.layer_norm(x_TH, weight_H.shape, weight_H, bias_H, self._config.norm_epsilon)
 
     def _on_device(self, index: NDArray[np.integer]) -> Tensor:
         return torch.from_numpy(index.astype(np.int64)).to(self._device, non_blocking=True)
@@ -222,7 +214,7 @@ def _groups(lengths: list[int], dtype: torch.dtype, device: torch.device) -> Ite
         rows_SL = np.where(inside_SL, firsts_S[:, None] + np.arange(length), firsts_S[:, None])
         mask_SL = np.where(inside_SL, 0.0, -np.inf).astype(np.float32)
         mask_S1LL = torch.from_numpy(mask_SL).to(device, dtype)[:, None, None].expand(-1, -1, length, -1)
-        rows_F, kept_T = (torch.from_numpy(each).to(device) for each in (rows_SL.ravel(), np.flatnonzero(inside_SL)))
+        rows_F, kept_T = (torch.from_numpy(rows).to(device) for rows in (rows_SL.ravel(), np.flatnonzero(inside_SL)))
         yield _PaddedGroup(len(lengths_S), length, rows_F, kept_T, mask_S1LL)
 
 

@@ -23,31 +23,6 @@ from engine.models.config import ModelConfig
 from engine.step.layout import Int32s, StepBatch
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """Rows that attend together over equally many keys: one row of each of several slices, or a run of one slice.
-
-    Its tensors are used by one layer after the other. `q` is what the kernel takes, `q_TNGD` the same memory seen as
-    the step's rows; padding rows stay zero. `k` and `v` look into `keys_LW`, where each layer's blocks are read into.
-    """
-
-    rows: slice | Tensor  # in T
-    single: bool
-    blocks_B: Tensor  # int64; blocks after the last row's position are the pool's empty block
-    unwritten_U: Tensor  # int64, rows of keys_LW that lie in a real block, but after the last row's position
-    keys_LW: Tensor
-    q: Tensor
-    q_TNGD: Tensor
-    k: Tensor
-    v: Tensor
-    mask_S1QL: Tensor  # 0 or −inf, in the dtype of q
-
-    def as_rows(self, out: Tensor) -> Tensor:
-        """The kernel's result as [T, N, G, D], padding left out."""
-        count, _, fold, _ = self.q_TNGD.shape
-        return out[:, :, :fold] if self.single else out[:, :, :count].permute(2, 0, 1, 3)
-
-
 class CpuStep:
     """A step on its way through the layers (a ForwardStep): tensors made once and used by each layer.
 
@@ -86,24 +61,22 @@ class CpuStep:
         return qkv_THD[:, :heads]
 
     def attend(self, q_THD: Tensor, layer: int) -> Tensor:
-        self._attended_TW = self._attend(q_THD, layer)
-        return self._attended_TW
-
-    def _attend(self, q_THD: Tensor, layer: int) -> Tensor:
         t, h, d = q_THD.shape
         n = self._pool.shape.kv_heads
         groups = self._groups[self._config.windows[layer]]
         q_TNGD = q_THD.view(t, n, h // n, d)
         if len(groups) == 1:
-            return _attend(q_TNGD, layer, groups[0], self._pool).reshape(t, h * d)
-        out_TNGD = q_THD.new_empty(t, n, h // n, d)
-        for group in groups:
-            if isinstance(group.rows, slice):
-                out_TNGD[group.rows] = _attend(q_TNGD[group.rows], layer, group, self._pool)
-            else:
-                rows_TNGD = q_TNGD.index_select(0, group.rows)
-                out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, self._pool))
-        return out_TNGD.view(t, h * d)
+            out_TNGD = _attend(q_TNGD, layer, groups[0], self._pool)
+        else:
+            out_TNGD = q_THD.new_empty(t, n, h // n, d)
+            for group in groups:
+                if isinstance(group.rows, slice):
+                    out_TNGD[group.rows] = _attend(q_TNGD[group.rows], layer, group, self._pool)
+                else:
+                    rows_TNGD = q_TNGD.index_select(0, group.rows)
+                    out_TNGD.index_copy_(0, group.rows, _attend(rows_TNGD, layer, group, self._pool))
+        self._attended_TW = out_TNGD.reshape(t, h * d)
+        return self._attended_TW
 
     def narrow(self) -> Tensor:
         self._sum_TH = self._sum_TH.index_select(0, self._rows_R)
@@ -113,13 +86,58 @@ class CpuStep:
         return ops.rms_norm(x, weight, self._config.norm_epsilon, self._dtype)
 
 
-def _attend(q_TNGD: Tensor, layer: int, group: AttentionGroup, pool: KVPool) -> Tensor:
-    pool.read(layer, group.blocks_B, group.unwritten_U, group.keys_LW)
+class _Keys:
+    """Keys first … last−1 of S slices, of which each sees those up to its own position: where they are, and the memory
+    that each layer's blocks are read into.
+
+    blocks_B     int64; blocks after the last row's position are the pool's empty block.
+    unwritten_U  int64, rows of memory_LW that lie in a real block, but after the last row's position.
+    """
+
+    def __init__(
+        self, batch: StepBatch, slices_S: NDArray[np.int64], positions_S: Int32s, span: tuple[int, int], pool: KVPool
+    ) -> None:
+        shape, (first, last) = pool.shape, span
+        columns_B = np.arange(first // shape.block_tokens, last // shape.block_tokens)
+        in_table_B = np.minimum(columns_B, batch.tables_SW.shape[1] - 1)
+        blocks_SB = batch.tables_SW[slices_S[:, None], in_table_B].astype(np.int64)
+        ends_S1 = positions_S[:, None] // shape.block_tokens
+        blocks_SB[columns_B > ends_S1] = pool.empty
+        self.keys_L = np.arange(first, last)
+        unwritten_SL = (self.keys_L > positions_S[:, None]) & (self.keys_L // shape.block_tokens == ends_S1)
+        self.unwritten_U = torch.from_numpy(np.flatnonzero(unwritten_SL))
+        self.blocks_B = torch.from_numpy(blocks_SB.reshape(-1))
+        self.memory_LW = torch.empty(unwritten_SL.size, shape.slot_width, dtype=shape.dtype)
+        kv = self.memory_LW.view(len(slices_S), last - first, 2, shape.kv_heads, shape.head_dim)
+        self.k_SNLD, self.v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionGroup:
+    """Rows that attend together over equally many keys: one row of each of several slices, or a run of one slice.
+
+    Its tensors are used by one layer after the other. `q` is what the kernel takes, `q_TNGD` the same memory seen as
+    the step's rows; padding rows stay zero. `k` and `v` look into the memory of the keys.
+    """
+
+    rows: slice | Tensor  # in T: a run, or single rows
+    keys: _Keys
+    q: Tensor
+    q_TNGD: Tensor
+    k: Tensor
+    v: Tensor
+    mask_S1QL: Tensor  # 0 or −inf, in the dtype of q
+
+
+def _attend(q_TNGD: Tensor, layer: int, group: _AttentionGroup, pool: KVPool) -> Tensor:
+    pool.read(layer, group.keys.blocks_B, group.keys.unwritten_U, group.keys.memory_LW)
     group.q_TNGD.copy_(q_TNGD)
-    return group.as_rows(ops.attend(group.q, group.k, group.v, group.mask_S1QL, pool.shape.head_dim**-0.5))
+    out = ops.attend(group.q, group.k, group.v, group.mask_S1QL, pool.shape.head_dim**-0.5)
+    count, _, fold, _ = q_TNGD.shape  # padding is left out
+    return out[:, :, :count].permute(2, 0, 1, 3) if isinstance(group.rows, slice) else out[:, :, :fold]
 
 
-def _groups(batch: StepBatch, window: int | None, pool: KVPool, fold: int) -> list[AttentionGroup]:
+def _groups(batch: StepBatch, window: int | None, pool: KVPool, fold: int) -> list[_AttentionGroup]:
     """Rows are cut where their slice or their span of keys changes, so that a row's span depends on its position only.
 
     Runs of one row, from whatever slices, are put together by span; longer runs stay alone.
@@ -143,40 +161,16 @@ def _groups(batch: StepBatch, window: int | None, pool: KVPool, fold: int) -> li
     return groups
 
 
-class _Keys:
-    """Keys first … last−1 of S slices, of which each sees those up to its own position: where they are, and memory."""
-
-    def __init__(
-        self, batch: StepBatch, slices_S: NDArray[np.int64], positions_S: Int32s, span: tuple[int, int], pool: KVPool
-    ) -> None:
-        shape, (first, last) = pool.shape, span
-        columns_B = np.arange(first // shape.block_tokens, last // shape.block_tokens)
-        in_table_B = np.minimum(columns_B, batch.tables_SW.shape[1] - 1)
-        blocks_SB = batch.tables_SW[slices_S[:, None], in_table_B].astype(np.int64)
-        ends_S1 = positions_S[:, None] // shape.block_tokens
-        blocks_SB[columns_B > ends_S1] = pool.empty
-        self.keys_L = np.arange(first, last)
-        unwritten_SL = (self.keys_L > positions_S[:, None]) & (self.keys_L // shape.block_tokens == ends_S1)
-        self.unwritten_U = torch.from_numpy(np.flatnonzero(unwritten_SL))
-        self.blocks_B = torch.from_numpy(blocks_SB.reshape(-1))
-        self.memory_LW = torch.empty(unwritten_SL.size, shape.slot_width, dtype=shape.dtype)
-        kv = self.memory_LW.view(len(slices_S), last - first, 2, shape.kv_heads, shape.head_dim)
-        self.k_SNLD, self.v_SNLD = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
-
-
-def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int) -> AttentionGroup:
+def _singles(positions_S: Int32s, rows: Tensor, keys: _Keys, window: int | None, fold: int) -> _AttentionGroup:
     """One row of each slice: the heads that share a KV head are the rows of one small matmul."""
     slices, kv_heads, _, head_dim = keys.k_SNLD.shape
     padded = -(-fold // ops.ROW_TILE) * ops.ROW_TILE
     q_SNQD = torch.zeros(slices, kv_heads, padded, head_dim, dtype=keys.memory_LW.dtype)
     mask_S1QL = _mask(np.repeat(positions_S[:, None], padded, 1), keys, window)
-    return AttentionGroup(
-        rows, True, keys.blocks_B, keys.unwritten_U, keys.memory_LW,
-        q_SNQD, q_SNQD[:, :, :fold], keys.k_SNLD, keys.v_SNLD, mask_S1QL,
-    )  # fmt: skip
+    return _AttentionGroup(rows, keys, q_SNQD, q_SNQD[:, :, :fold], keys.k_SNLD, keys.v_SNLD, mask_S1QL)
 
 
-def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int) -> AttentionGroup:
+def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold: int) -> _AttentionGroup:
     """A run of one slice's rows: KV heads take the batch's place, so that G heads read one K without a copy."""
     _, kv_heads, length, head_dim = keys.k_SNLD.shape
     count = len(positions_T)
@@ -185,9 +179,9 @@ def _run(positions_T: Int32s, rows: slice, keys: _Keys, window: int | None, fold
     k_NGLD, v_NGLD = (
         kv_1NLD.transpose(0, 1).expand(kv_heads, fold, length, head_dim) for kv_1NLD in (keys.k_SNLD, keys.v_SNLD)
     )
-    return AttentionGroup(
-        rows, False, keys.blocks_B, keys.unwritten_U, keys.memory_LW,
-        q_NGQD, q_NGQD[:, :, :count].permute(2, 0, 1, 3), k_NGLD, v_NGLD, _mask(padded_Q[None], keys, window),
+    return _AttentionGroup(
+        rows, keys, q_NGQD, q_NGQD[:, :, :count].permute(2, 0, 1, 3), k_NGLD, v_NGLD,
+        _mask(padded_Q[None], keys, window),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from engine.kernels.rms_norm import add_norm, gather
 from engine.kernels.rope import rotate_and_write
 from engine.kvcache.tensors import KVPool
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import rope_tables
+from engine.models.llama import rope_tables
 from engine.step.attention_plan import AttentionLayout
 
 
@@ -85,15 +85,13 @@ class GpuStep:
     """The step in the buffers' words, on its way through the layers (a ForwardStep) in a bucket of `rows` rows:
     those of the step for its body, the sampled ones for its head. `wide` says whether it may have wide tiles."""
 
-    def __init__(
-        self, config: ModelConfig, space: StepBuffers, pool: KVPool, rows: int, dtype: torch.dtype, wide: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, space: StepBuffers, pool: KVPool, rows: int, wide: bool = False) -> None:
         self._config = config
         self._space = space
         self._pool = pool
         self._rows = rows
         self._sum_TH = space.sum_TH[:rows]
-        self._dtype = dtype
+        self._dtype = space.dtype
         self._wide = wide
 
     def embed(self, embedding: Tensor | Bf12Weight) -> None:

@@ -1,15 +1,17 @@
-"""Child processes that are watched and started again: how one is started, and how long to wait before the next. It does
-not know what they do, and imports the standard library alone, so that the gateway may use it too."""
+"""Child processes that are watched and started again, and end with the one that started them: how one is started, and
+how long to wait before the next. It does not know what they do, and imports the standard library alone, so that the
+gateway may use it too."""
 
+import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Final
 
-from engine.process.death_signal import die_with_parent
-
 _MAX_DOUBLINGS: Final = 16
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class Backoff:
@@ -60,3 +62,17 @@ def start_child(
         process_group=0 if own_group else None,
         preexec_fn=die_with_parent(os.getpid(), death),
     )
+
+
+def die_with_parent(parent: int, death: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """A function to call in a child, also between fork and exec: on Linux the kernel sends it `death` when its parent
+    ends, even in the middle of a step."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+    def die() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, death)
+        if os.getppid() != parent:  # the parent ended before the kernel was asked
+            os._exit(1)
+
+    return die

@@ -17,8 +17,8 @@ import msgspec
 
 from engine.hostinfo import gpus
 from engine.log import log
-from engine.process.death_signal import die_with_parent
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.process.supervised import die_with_parent
 from engine.protocol.connection import listen, remove_socket
 from engine.protocol.reports import MemoryReport, memory_report_path
 from engine.protocol.specs import ReplicaSpec

@@ -22,7 +22,7 @@ import msgspec
 
 from engine.host.forkserver import GO, LENGTH_PREFIX, READY, ForkRequest
 from engine.log import log
-from engine.process.death_signal import die_with_parent
+from engine.process.supervised import die_with_parent
 from engine.replica import server
 
 _IGNORED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # said to the whole group: the machine decides

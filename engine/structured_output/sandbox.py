@@ -18,7 +18,7 @@ from typing import IO, Final
 
 import llguidance
 
-from engine.process.death_signal import die_with_parent
+from engine.process.supervised import die_with_parent
 from engine.structured_output.llguidance_backend import open_matcher, open_tokenizer
 
 SANDBOX_TIME_S: Final = 0.5  # of a processor

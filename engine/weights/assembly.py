@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.bf12.codec import Bf12Weight, EscapeIndex
 from engine.layers.linear_cpu import CpuLinear
 from engine.models.config import ModelConfig
-from engine.models.decoder_layer import DecoderLayer, DecoderParameters, Linear, LMHead, NoHead
+from engine.models.llama import DecoderLayer, DecoderParameters, Linear, LMHead, NoHead
 from engine.weights.formats import FIRSTS, PLACES, SCALES, VALUES, WORDS
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.models.bert import EncoderParameters, assemble_encoder
 from engine.models.config import EncoderConfig, ModelConfig
-from engine.models.decoder_layer import DecoderParameters
+from engine.models.llama import DecoderParameters
 from engine.models.weight_names import ParameterEntry, decoder_entries, encoder_entries, required_tensors
 from engine.protocol.specs import ModelSpec
 from engine.weights.assembly import assemble_decoder

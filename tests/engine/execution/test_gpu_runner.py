@@ -25,10 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.bf12.metadata import CompressionLevel
 from engine.execution import gpu_memory
-from engine.execution.gpu_memory import GpuMemory
+from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.open import open_model
-from engine.execution.staging import StepLimits
 from engine.kvcache.tensors import KVPool
 from engine.layers.linear_bf12 import Bf12Linear
 from engine.layers.linear_gpu import GpuLinear

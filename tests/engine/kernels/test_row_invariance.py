@@ -5,7 +5,7 @@ import torch
 
 from engine.kernels import embedding, reference, rms_norm, rope, swiglu
 from engine.models.config import RopeConfig
-from engine.models.decoder_layer import rope_tables
+from engine.models.llama import rope_tables
 from engine.step.layout import unpack_step
 from tests.support.bf12_weights import coded, weights
 from tests.support.steps import DEVICE, error, poisoned, random, step_of

@@ -11,7 +11,7 @@ from engine.kernels import tuning
 from engine.kernels.linear import LinearTiling
 from engine.layers.linear_bf12 import Bf12Linear
 from engine.layers.linear_gpu import GpuLinear
-from engine.models.decoder_layer import Linear
+from engine.models.llama import Linear
 from tests.support.bf12_weights import coded, weights
 from tests.support.steps import DEVICE, error, random
 

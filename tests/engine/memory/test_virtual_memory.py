@@ -110,7 +110,7 @@ def test_no_more_is_mapped_than_the_arena_may_hold() -> None:
     arena = Arena(HostMemoryDriver(), 3 * UNIT)
     first, second = (arena.reserve(name, 2 * UNIT, UNIT) for name in ("first", "second"))
     first.map_all()
-    with pytest.raises(OutOfDeviceMemory, match=f"second: {UNIT} bytes more"):
+    with pytest.raises(OutOfDeviceMemory, match=f"second: {2 * UNIT} bytes more"):
         second.map_all()
     assert second.mapped == []
     first.unmap([0])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.config import read_decoder_config
-from engine.models.decoder_layer import DecoderParameters
+from engine.models.llama import DecoderParameters
 from engine.weights import progress as module
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.models.config import ModelConfig, read_decoder_config
-from engine.models.decoder_layer import DecoderParameters
+from engine.models.llama import DecoderParameters
 from engine.models.weight_names import decoder_entries
 from engine.weights.assembly import assemble_decoder
 from engine.weights.random import random_revision, random_tensors
