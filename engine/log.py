@@ -57,7 +57,7 @@ def convert_line(line: str) -> str:
 
 
 def _show(value: object) -> str:
-    shown = value if isinstance(value, str) else json.dumps(value, default=str)
-    if not shown.isprintable():  # control characters could write lines of their own, or to the terminal
-        return json.dumps(shown)
-    return json.dumps(shown, ensure_ascii=False) if not shown or any(c in ' "=' for c in shown) else shown
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if not text.isprintable():  # control characters could write lines of their own, or to the terminal
+        return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False) if not text or any(c in ' "=' for c in text) else text

@@ -31,7 +31,6 @@ from engine.step.cost_model import CostModel
 log = logging.getLogger(__name__)
 
 _FOLDER: Final = ".hearth"
-_KERNELS_FOLDER: Final = f"{_FOLDER}/kernels"  # below the model's folder
 _KEYS_MAX: Final = 16  # in a folder; the oldest go
 Artifact = TypeVar("Artifact", bound=msgspec.Struct)
 ArtifactKey = Mapping[str, str | int | None]
@@ -117,11 +116,9 @@ def _source(patterns: tuple[str, ...]) -> str:
 
 def _processor() -> str:
     """The first processor's name and features; empty where the system does not say."""
-    try:
-        lines = _PROCESSORS.read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        return ""
-    return "\n".join(line for line in lines if line.startswith(_PROCESSOR))
+    processors = _PROCESSORS.read_text() if _PROCESSORS.exists() else ""
+    first, _, _ = processors.partition("\n\n")
+    return "\n".join(line for line in first.splitlines() if line.startswith(_PROCESSOR))
 
 
 class ArtifactFiles(Generic[Artifact]):
@@ -132,7 +129,7 @@ class ArtifactFiles(Generic[Artifact]):
 
     def __init__(self, folder: Path, key: ArtifactKey, kind: type[Artifact]) -> None:
         """`folder` is the model's."""
-        self.kernels_folder = folder / _KERNELS_FOLDER
+        self.kernels_folder = folder / _FOLDER / "kernels"
         self._key = dict(key)
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
@@ -145,22 +142,21 @@ class ArtifactFiles(Generic[Artifact]):
             with suppress(OSError, ValueError, TypeError, KeyError):  # msgspec's errors are ValueErrors
                 document = json.loads(file.read_bytes())
                 if document["key"] == self._key:
-                    found = msgspec.convert(document["found"], self._kind)
+                    artifact = msgspec.convert(document["found"], self._kind)
                     log.info("found by an earlier start: %s", file)
-                    return found
+                    return artifact
         return None
 
-    def write(self, found: Artifact) -> list[Path]:
+    def write(self, artifact: Artifact) -> list[Path]:
         """Writes it wherever that is possible. Returns those files. It never fails: only time is lost."""
         # JSON of the standard library, because what never pays costs infinitely much.
-        document = json.dumps({"key": self._key, "found": msgspec.to_builtins(found)}, indent=1).encode()
+        document = json.dumps({"key": self._key, "found": msgspec.to_builtins(artifact)}, indent=1).encode()
         return [file for file in self.files if _write_atomically(file, document)]
 
     def spread(self) -> None:
         """Copies what one place has to all places."""
-        found = self.read()
-        if found is not None:
-            self.write(found)
+        if (artifact := self.read()) is not None:
+            self.write(artifact)
 
 
 def digest_files(files: Iterable[Path]) -> str:
@@ -173,18 +169,14 @@ def digest_files(files: Iterable[Path]) -> str:
 
 
 def _write_atomically(file: Path, content: bytes) -> bool:
-    """At once or not at all."""
+    """At once or not at all. The oldest files of the folder go."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, content)
-        _forget_oldest(file.parent)
+        files_by_age = sorted(file.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for oldest in files_by_age[:-_KEYS_MAX]:
+            oldest.unlink(missing_ok=True)
     except OSError as error:
         log.info("not kept for the next start in %s: %s", file.parent, error)
         return False
     return True
-
-
-def _forget_oldest(folder: Path) -> None:
-    files_by_age = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
-    for file in files_by_age[:-_KEYS_MAX]:
-        file.unlink(missing_ok=True)

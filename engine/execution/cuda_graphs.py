@@ -32,25 +32,16 @@ def capture_sizes(max_rows: int) -> list[int]:
 class CudaGraphs:
     """Graphs of `run`, which computes for a given number of rows on the current stream, and always in one place.
 
-    `sizes` are all that may be captured; HOT_SIZES come first, small ones before large ones.
+    `sizes` are all that may be captured, ascending; HOT_SIZES come first, small ones before large ones.
     """
 
     def __init__(self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace) -> None:
         self._run = run
         self._workspace = workspace
-        self._sizes = sorted(sizes)
+        self.sizes = sorted(sizes)
         self._missing = sorted(sizes, key=lambda size: (size in HOT_SIZES, -size))  # taken from the end
         self._captured: list[int] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def __len__(self) -> int:
-        """How many have been captured."""
-        return len(self._captured)
-
-    @property
-    def wanted(self) -> int:
-        """How many there may be in the end."""
-        return len(self._sizes)
 
     @property
     def hot(self) -> bool:
@@ -63,8 +54,8 @@ class CudaGraphs:
 
     def capture_for(self, rows: int) -> bool:
         """Captures the size that `rows` rows should have, as capture_next does; False where that has been done."""
-        index = bisect_left(self._sizes, rows)
-        return index < len(self._sizes) and self._sizes[index] in self._missing and self._capture(self._sizes[index])
+        index = bisect_left(self.sizes, rows)
+        return index < len(self.sizes) and self.sizes[index] in self._missing and self._capture(self.sizes[index])
 
     def _capture(self, size: int) -> bool:
         self._missing.remove(size)

@@ -106,7 +106,7 @@ class GpuRunner:
     @property
     def max_graphs(self) -> int:
         """How many graphs there may be in the end."""
-        return sum(graphs.wanted for graphs in self._graphs)
+        return sum(len(graphs.sizes) for graphs in self._graphs)
 
     def capture_hot(self, beat: Callable[[], None]) -> None:
         """Captures the graphs of the hot sizes."""
@@ -214,7 +214,7 @@ class GpuRunner:
         return plan.wide
 
     def _body(self, rows: int, wide: bool) -> None:
-        self._decoder.body(self._step(rows, wide), _no_beat)
+        self._decoder.body(self._step(rows, wide), lambda: None)  # a launch is too short to report each layer
 
     def _run_behind(self, arrivals: Items[StreamEvent], rows: int, wide: bool) -> None:
         """Runs the body without a graph, each layer behind the mark of its weights, which are on their way."""
@@ -255,7 +255,3 @@ class GpuRunner:
 
     def _step(self, rows: int, wide: bool = False) -> GpuStep:
         return GpuStep(self._config, self._buffers, self._memory.pool, rows, wide)
-
-
-def _no_beat() -> None:
-    """Reports nothing: a launch is too short to report each layer."""

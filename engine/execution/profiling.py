@@ -59,11 +59,11 @@ class ProfilingLimits:
         groups = max(8 * _MEMBERS, _SEGMENT_KEYS // size + (_MEMBERS + 1) * _OWN_BLOCKS)
         return min(self.blocks, max(decodes, groups, _PROMPT_KEYS // size, 2 * self.sequences))
 
-    def keys(self, wanted: int, sequences: int) -> int:
-        """As many keys as wanted, or as fit for each of so many sequences; in whole blocks, but for a context that is
-        shorter than one."""
+    def keys(self, max_keys: int, sequences: int) -> int:
+        """Up to max_keys keys, as fit for each of so many sequences; in whole blocks, but for a context that is shorter
+        than one."""
         size = self.block_tokens
-        whole = max(1, min(wanted, self.context_tokens, self.blocks // sequences * size) // size) * size
+        whole = max(1, min(max_keys, self.context_tokens, self.blocks // sequences * size) // size) * size
         return min(whole, self.context_tokens)
 
 
@@ -87,11 +87,11 @@ class _Profiler:
         self._limits = limits
 
     def rows_us(self, rows: Items[int]) -> tuple[tuple[int, float], ...]:
-        took, most = [], 0.0
+        costs, max_us = [], 0.0
         for count in rows[: bisect_right(rows, self._limits.sequences * self._limits.context_tokens)]:
-            most = max(most + _US_MIN, self._us(self._short(count)))
-            took.append((count, most))
-        return tuple(took)
+            max_us = max(max_us + _US_MIN, self._us(self._short(count)))
+            costs.append((count, max_us))
+        return tuple(costs)
 
     def key_us(self) -> float:
         """Measures sequences that decode, with many keys and with a quarter of them."""
@@ -105,9 +105,9 @@ class _Profiler:
         context = self._limits.keys(_PROMPT_KEYS, 1)
         rows = max(1, min(_PROMPT_ROWS, max_rows, context // 2))
         start = context - rows
-        near = start // 4
+        near, table = start // 4, self._table(0, context)
         far_us, near_us = (
-            self._us([SequenceSlice([0] * rows, at, self._table(0, context), SamplingParams())]) for at in (start, near)
+            self._us([SequenceSlice([0] * rows, first, table, SamplingParams())]) for first in (start, near)
         )
         return _slope(far_us, near_us, rows * (start - near))
 
@@ -134,10 +134,10 @@ class _Profiler:
         saved_us = keys * (members * (key_us - pair_us) - shared_key_us) - segment_us
         return segment_us, max(_US_MIN, one_us - alone_us + saved_us)
 
-    def _segment_us(self, members: int, keys: int, each: int | None = None) -> float:
-        """Measures a step in which so many members read so many keys together, in segments of `each`, or in one."""
-        each = each or keys
-        segments = [PrefixSegment(range(members), first, first + each) for first in range(0, keys, each)]
+    def _segment_us(self, members: int, keys: int, size: int | None = None) -> float:
+        """Measures a step in which so many members read so many keys together, in segments of `size`, or in one."""
+        size = size or keys
+        segments = [PrefixSegment(range(members), first, first + size) for first in range(0, keys, size)]
         return self._us(self._members(members, keys), segments)
 
     def _us(self, slices: list[SequenceSlice], segments: Items[PrefixSegment] = ()) -> float:
@@ -146,21 +146,21 @@ class _Profiler:
     def _short(self, rows: int) -> list[SequenceSlice]:
         """So many rows of as many sequences as may be, with no keys before them."""
         count = min(rows, self._limits.sequences)
-        most = -(-rows // count)
+        max_length = -(-rows // count)
         lengths = [rows // count + (index < rows % count) for index in range(count)]
         return [
-            SequenceSlice([0] * length, 0, self._table(index, most), SamplingParams())
+            SequenceSlice([0] * length, 0, self._table(index, max_length), SamplingParams())
             for index, length in enumerate(lengths)
         ]
 
     def _decodes(self, count: int, keys: int) -> list[SequenceSlice]:
         return [SequenceSlice([0], keys - 1, self._table(index, keys), SamplingParams()) for index in range(count)]
 
-    def _segment_keys(self, members: int, wanted: int) -> int:
-        """As many keys as wanted, or as fit beside what the members have alone; in whole blocks."""
+    def _segment_keys(self, members: int, max_keys: int) -> int:
+        """Up to max_keys keys, as fit beside what the members have alone; in whole blocks."""
         size = self._limits.block_tokens
-        most = min(self._limits.context_tokens // size, self._limits.blocks - members * _OWN_BLOCKS) - _OWN_BLOCKS
-        return max(1, min(wanted // size, most)) * size
+        room = min(self._limits.context_tokens // size, self._limits.blocks - members * _OWN_BLOCKS) - _OWN_BLOCKS
+        return max(1, min(max_keys // size, room)) * size
 
     def _members(self, count: int, keys: int) -> list[SequenceSlice]:
         """Sequences with `keys` keys in the same blocks and some of their own behind them."""

@@ -162,22 +162,12 @@ class StepLoop:
         self._inflight.clear()
         self._unmasked = None
         rows_max = self._scheduler.retry_smaller(plan)
-        log(
-            "step_out_of_memory",
-            sequences=len(plan.sequences),
-            rows=sum(plan.chunks),
-            next_rows_at_most=rows_max,
-            error=repr(error)[:200],
-        )
+        rows, reason = sum(plan.chunks), repr(error)[:200]
+        log("step_out_of_memory", sequences=len(plan.sequences), rows=rows, next_rows_at_most=rows_max, error=reason)
 
     def _fail(self, plan: StepPlan, error: Exception) -> None:
         self.failures += 1
         where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
-        log(
-            "step_failed",
-            sequences=len(plan.sequences),
-            failures=self.failures,
-            error=repr(error)[:200],
-            where=where,
-        )
+        sequences, reason = len(plan.sequences), repr(error)[:200]
+        log("step_failed", sequences=sequences, failures=self.failures, error=reason, where=where)
         self._scheduler.fail(plan, "the model failed in this step; send the request again")

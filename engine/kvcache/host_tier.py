@@ -56,8 +56,8 @@ class HostKVTier:
         with stream.entered():
             blocks_B = self._ids[: len(blocks)].copy_(stream.pinned(blocks), non_blocking=True)
             for piece, rows, parts in self._chunks():
-                for layer, first, last, at in parts:
-                    self._pool.take(layer, blocks_B[first:last], self._staged[at : at + last - first])
+                for layer, first, last, row in parts:
+                    self._pool.take(layer, blocks_B[first:last], self._staged[row : row + last - first])
                 piece.copy_(self._staged[:rows], non_blocking=True)
         return self.bytes
 
@@ -69,8 +69,8 @@ class HostKVTier:
             blocks_B = self._ids[: len(blocks)].copy_(stream.pinned(blocks), non_blocking=True)
             for piece, rows, parts in self._chunks():
                 self._staged[:rows].copy_(piece, non_blocking=True)
-                for layer, first, last, at in parts:
-                    self._pool.put(layer, blocks_B[first:last], self._staged[at : at + last - first])
+                for layer, first, last, row in parts:
+                    self._pool.put(layer, blocks_B[first:last], self._staged[row : row + last - first])
         return self.bytes
 
     def erase(self, blocks: Items[int]) -> None:

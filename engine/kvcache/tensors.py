@@ -170,5 +170,5 @@ def extent_blocks(shape: KVShape, blocks: int, granularity: int) -> int:
     """How many blocks come and go at once: pieces of whole units of memory, some 64 extents in all, none larger than
     EXTENT_BYTES but where a unit in each layer is."""
     unit = math.lcm(shape.layer_block_bytes, granularity) // shape.layer_block_bytes
-    wanted = min(blocks * shape.block_bytes // _EXTENTS, EXTENT_BYTES) // shape.block_bytes
-    return max(1, wanted // unit) * unit
+    target = min(blocks * shape.block_bytes // _EXTENTS, EXTENT_BYTES) // shape.block_bytes
+    return max(1, target // unit) * unit

@@ -47,7 +47,6 @@ class TorchLinear:
     """A linear layer as torch computes it: on a GPU, where nothing is gained by packing."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor, activation: Activation) -> None:
-        self.bytes = weight_NK.nbytes + bias_N.nbytes
         self._weight_NK = weight_NK
         self._bias_N = bias_N
         self._activate = _TORCH_ACTIVATIONS[activation]
@@ -72,32 +71,20 @@ class EncoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderHead:
-    """What makes one number of a text's first row."""
-
-    pooler: EncoderLinear
-    score: EncoderLinear
-
-
-@dataclass(frozen=True, slots=True)
 class EncoderParameters:
-    """All parameters of an encoder. The three tables are added up for each token."""
+    """All parameters of an encoder. The three tables are added up for each token.
+
+    head    a pooler of a text's first row, and what makes one number of that; None where the model gives vectors.
+    bytes   what all of it takes.
+    """
 
     words: Tensor
     positions: Tensor
     types: Tensor
     norm: Tensor
     layers: list[EncoderLayer]
-    head: EncoderHead | None
-
-    @property
-    def bytes(self) -> int:
-        linears = [] if self.head is None else [self.head.pooler, self.head.score]
-        tensors = [self.words, self.positions, self.types, self.norm]
-        for layer in self.layers:
-            linears += [layer.qkv, layer.output, layer.up, layer.down]
-            tensors += [layer.attention_norm, layer.norm]
-        return sum(linear.bytes for linear in linears) + sum(tensor.nbytes for tensor in tensors)
+    head: tuple[EncoderLinear, EncoderLinear] | None
+    bytes: int
 
 
 def assemble_encoder(config: EncoderConfig, tensors: dict[str, Tensor], beat: Callable[[], None]) -> EncoderParameters:
@@ -110,7 +97,7 @@ def assemble_encoder(config: EncoderConfig, tensors: dict[str, Tensor], beat: Ca
     def norm(name: str) -> Tensor:
         return tensors.pop(name).view(2, -1)
 
-    layers = []
+    weights_bytes, layers = sum(tensor.nbytes for tensor in tensors.values()), []
     for index in range(config.layers):
         prefix = f"layers.{index}."
         layers.append(
@@ -124,9 +111,9 @@ def assemble_encoder(config: EncoderConfig, tensors: dict[str, Tensor], beat: Ca
             )
         )
         beat()
-    head = EncoderHead(linear("pooler", Activation.TANH), linear("score")) if config.scores else None
+    head = (linear("pooler", Activation.TANH), linear("score")) if config.scores else None
     words, positions, types = (tensors.pop(name) for name in ("words", "positions", "types"))
-    return EncoderParameters(words, positions, types, norm("norm"), layers, head)
+    return EncoderParameters(words, positions, types, norm("norm"), layers, head, weights_bytes)
 
 
 class BertEncoder:
@@ -171,8 +158,9 @@ class BertEncoder:
 
     def _pooled(self, x_TH: Tensor, texts: TextBatch) -> Tensor:
         vectors_SH = x_TH.index_select(0, self._on_device(texts.starts_S1[:-1]))
-        if (head := self._parameters.head) is not None:
-            return head.score(head.pooler(vectors_SH.to(self._parameters.words.dtype))).float()
+        if self._parameters.head is not None:
+            pooler, score = self._parameters.head
+            return score(pooler(vectors_SH.to(self._parameters.words.dtype))).float()
         means_S = np.flatnonzero(texts.poolings_S == POOLINGS.index(Pooling.MEAN))
         if len(means_S):
             lengths_S, rows = self._on_device(np.diff(texts.starts_S1)), self._on_device(means_S)

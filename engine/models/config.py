@@ -243,14 +243,9 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
             return RopeConfig(theta)
         if kind == "linear":
             return RopeConfig(theta, kind, float(entry["factor"]))
-        return RopeConfig(
-            theta,
-            kind,
-            float(entry["factor"]),
-            float(entry["low_freq_factor"]),
-            float(entry["high_freq_factor"]),
-            int(entry["original_max_position_embeddings"]),
-        )
+        low, high = float(entry["low_freq_factor"]), float(entry["high_freq_factor"])
+        original = int(entry["original_max_position_embeddings"])
+        return RopeConfig(theta, kind, float(entry["factor"]), low, high, original)
     except KeyError as missing:
         raise ModelConfigError(f"rope scaling {kind!r} lacks {missing}") from None
 

@@ -50,18 +50,18 @@ class StepBuffers:
 
     @classmethod
     def make(
-        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, wanted: int,
+        cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, sampled: int,
         context_tokens: int,
     ) -> Self:  # fmt: skip
         cos_PD, sin_PD = rope_tables(config.rope, config.head_dim, context_tokens)
-        layout = attention_layout(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, wanted, device)
+        layout = attention_layout(tuple(dict.fromkeys(config.windows)), config.heads, config.kv_heads, sampled, device)
         return cls(
             torch.zeros(words, dtype=torch.int32, device=device),
             torch.zeros(rows, config.hidden, device=device),
             torch.zeros(rows, config.heads * config.head_dim, dtype=dtype, device=device),
-            torch.zeros(wanted, dtype=torch.int32, device=device),
-            torch.zeros(wanted, -(-config.vocabulary // 32), dtype=torch.int32, device=device),
-            torch.zeros(wanted, config.hidden if config.vectors else 0, device=device),
+            torch.zeros(sampled, dtype=torch.int32, device=device),
+            torch.zeros(sampled, -(-config.vocabulary // 32), dtype=torch.int32, device=device),
+            torch.zeros(sampled, config.hidden if config.vectors else 0, device=device),
             cos_PD.to(device, copy=True),
             sin_PD.to(device, copy=True),
             layout,

@@ -38,14 +38,6 @@ class Linear(Protocol):
         ...
 
 
-class LMHead(Protocol):
-    """What becomes of the last norm: [T, V] in float32 on a CPU. It takes `bytes`."""
-
-    bytes: int
-
-    def logits(self, x_TK: Tensor) -> Tensor: ...
-
-
 class NoHead:
     """The head of a model that gives vectors: there is none, and what is normed is the result."""
 
@@ -53,6 +45,10 @@ class NoHead:
 
     def logits(self, x_TK: Tensor) -> Tensor:
         return x_TK.float()
+
+
+LMHead = Linear | NoHead
+"""What becomes of the last norm: [T, V] in float32 on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +151,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     low_wavelength = rope.original_context_tokens / rope.low_frequency_factor
     high_wavelength = rope.original_context_tokens / rope.high_frequency_factor
     span = rope.high_frequency_factor - rope.low_frequency_factor
-    kept = (rope.original_context_tokens / wavelength - rope.low_frequency_factor) / span
-    blended = (1 - kept) * plain / rope.factor + kept * plain
+    smooth = (rope.original_context_tokens / wavelength - rope.low_frequency_factor) / span
+    blended = (1 - smooth) * plain / rope.factor + smooth * plain
     stretched = torch.where(wavelength > low_wavelength, plain / rope.factor, plain)
     between = (wavelength <= low_wavelength) & (wavelength >= high_wavelength)
     return torch.where(between, blended, stretched)

@@ -41,6 +41,6 @@ def test_closed_graphs_are_let_go_once_and_no_more_are_captured() -> None:
         for _ in range(2):
             several.close()
     assert [graph.reset.call_count for graph in captured] == [1, 1]
-    assert len(several) == 0
+    assert several._graphs == {}
     assert not several.capture_next()
     assert not several.capture_for(4)

@@ -537,7 +537,7 @@ def test_closing_gives_everything_back_graphs_first_and_mapped_memory_last(tmp_p
         patch.object(held.workspace, "close", side_effect=lambda: order.append("workspace")),
         patch.object(held._host_tier._pinned, "close", side_effect=lambda: order.append("kept blocks")),
         patch.object(pinned_memory, "close", side_effect=lambda: order.append("copied weights")),
-        patch.object(arena, "give", side_effect=lambda size: order.append("memory")),
+        patch.object(arena.driver, "unmap", side_effect=lambda *_: order.append("memory")),
     ):
         device.close()
     steps = ["steps are done", "graphs", "steps are done", "workspace", "kept blocks", "copied weights", "memory"]

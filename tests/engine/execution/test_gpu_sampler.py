@@ -4,7 +4,7 @@ test_device.py."""
 import pytest
 import torch
 
-from engine.execution.gpu_sampler import LogprobTensors, SamplingFeatures
+from engine.execution.gpu_sampler import TEMPERATURE_ONLY, LogprobTensors, SamplingFeatures
 from engine.protocol.types import SamplingParams
 from engine.step.layout import SequenceSlice, pack_step, unpack_step
 
@@ -16,8 +16,9 @@ def wants(*samplings: SamplingParams) -> SamplingFeatures:
 
 
 def test_temperatures_alone_are_plain() -> None:
-    assert wants(SamplingParams(), SamplingParams(temperature=0.5)).plain
-    assert wants(SamplingParams(top_k=5, top_p=0.5, min_p=0.5)).plain, "greedy takes the greatest whatever is left"
+    assert wants(SamplingParams(), SamplingParams(temperature=0.5)) == TEMPERATURE_ONLY
+    greedy = wants(SamplingParams(top_k=5, top_p=0.5, min_p=0.5))
+    assert greedy == TEMPERATURE_ONLY, "greedy takes the greatest whatever is left"
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
