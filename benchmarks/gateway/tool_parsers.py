@@ -68,15 +68,14 @@ def piece_us(parser: Callable[[], OutputParser], text: str) -> float:
 
 
 def main() -> None:
-    for name, format in TOOL_FORMATS.items():
-        tool_format = format({})
+    for name, tool_format in TOOL_FORMATS.items():
         for shape, text in (
             ("prose", PROSE),
             ("text in arguments", call(name, PROSE)),
             ("punctuation in arguments", call(name, DENSE)),
         ):
             record("calls", f"{name}, {shape}", piece_us(lambda: tool_format.parser(TOOLS, AUTO), text), "µs")  # noqa: B023
-    thinking = TOOL_FORMATS["hermes"]({})
+    thinking = TOOL_FORMATS["hermes"]
     for shape, text in (("thought", f"<think>{PROSE}</think>"), ("prose behind a thought", f"<think></think>{PROSE}")):
         record(
             "calls",

@@ -12,7 +12,7 @@ from msgspec import Meta
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 TOOLS_MAX: Final = 128
 TOOLS_BYTES_MAX: Final = 128 << 10

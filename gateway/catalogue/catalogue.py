@@ -20,7 +20,8 @@ from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spe
 from gateway.config import Config, ModelEntryConfig, SettingsError
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 from gateway.tool_parsers.reasoning import template_has_reasoning
-from gateway.tool_parsers.registry import TOOL_FORMATS, ToolFormat, tool_format_of
+from gateway.tool_parsers.registry import TOOL_FORMATS, tool_format_of
+from gateway.tool_parsers.tool_format import ToolFormat
 from tenants.limits.reservation import NeuronPrice
 
 BUILT_IN: Final = "@cf/hearth/ember"
@@ -216,7 +217,7 @@ def _open(config: Config, entry: ModelEntryConfig) -> Model:
     if entry.tool_format is None:
         tool_format = tool_format_of(text.template, text.added_tokens)
     else:
-        tool_format = TOOL_FORMATS[entry.tool_format](text.added_tokens)
+        tool_format = TOOL_FORMATS[entry.tool_format].with_tokens(text.added_tokens)
     return Model(
         name=entry.name,
         settings=entry,

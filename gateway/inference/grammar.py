@@ -11,8 +11,8 @@ from engine.protocol.types import Grammar, GrammarKind
 from gateway.errors import ApiError, bad_grammar, bad_input
 from gateway.inference.prompt import AUTO, Prompt
 from gateway.tool_parsers import call_grammar
-from gateway.tool_parsers.registry import ToolFormat
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_format import ToolFormat
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 _ANSWER: Final = "start: answer\nanswer: "  # the beginning of every grammar of calls
 _REQUIRED: Final = ToolSelection("required")

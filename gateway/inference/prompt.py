@@ -10,7 +10,7 @@ import msgspec
 
 from engine.protocol.types import Grammar, SamplingParams
 from gateway.inference.run_options import RunOptionsBody
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 SEED_BITS: Final = 62  # choice i samples with seed + i, and the sum stays below 2**63
 AUTO: Final = ToolSelection()

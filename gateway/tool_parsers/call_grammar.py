@@ -1,59 +1,14 @@
-"""Grammars of calls, in llguidance's Lark: an answer that is made of calls, or text until the first of them begins.
-
-It knows no format: these say how a call is written. https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
-"""
+"""Rules and expressions for grammars of calls, in llguidance's Lark. It knows no format."""
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from engine.protocol.types import Grammar, GrammarKind
-from gateway.tool_parsers.scanner import CALLS_MAX
-from gateway.tool_parsers.tool_schema import FunctionSpec, arguments, offered_functions, tool_schema_error
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import FunctionSpec, arguments, tool_schema_error
 
 _BARE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _FAULT: Final = re.compile(r"\bat (\d+)\(\d+\)")
-_PROSE: Final = r"PROSE: /(.|\n)*/"
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelimiters:
-    """What stands around calls, as Lark expressions: `mark` is where they begin, `first` goes before the first call,
-    `between` between two of them, `last` behind all."""
-
-    mark: str = ""
-    first: str = ""
-    between: str = ""
-    last: str = ""
-
-
-# Writes the rule of this name, and those that it needs, for calls of a function.
-RuleWriter = Callable[[str, FunctionSpec], list[str]]
-
-
-def call_grammar(
-    tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool, frame: CallDelimiters, write: RuleWriter
-) -> Grammar | None:
-    """At least one call where the choice requires it. With `auto` text is free up to the mark; None where there is no
-    mark, for nobody can tell the beginning of a call from text then. Raises ApiError, naming the tool."""
-    functions = offered_functions(tools, choice)
-    free = choice.mode == "auto"
-    if not functions or (free and not frame.mark):
-        return None
-    rules = [f"t{number}" for number in range(len(functions))]
-    more = f"({frame.between} call){{0,{CALLS_MAX - 1}}}" if parallel else ""
-    lines = [
-        "start: answer",
-        *_answer(frame.mark, free),
-        f"calls: {frame.first} call {more} {frame.last}",
-        f"call: {' | '.join(rules)}",
-    ]
-    for rule, function in zip(rules, functions.values(), strict=True):
-        lines += [f"// {json.dumps(function['name'])}", *write(rule, function), ""]
-    return Grammar(GrammarKind.LARK, "\n".join(lines) + "\n")
 
 
 def tool_at_fault(source: str, message: str) -> str | None:
@@ -73,10 +28,10 @@ def schema(document: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(document)
 
 
-def object_rule_writer(key: str) -> RuleWriter:
+def object_rule_writer(key: str) -> Callable[[str, FunctionSpec, Mapping[str, int]], list[str]]:
     """Calls that are JSON objects, with the arguments under this key."""
 
-    def write(rule: str, function: FunctionSpec) -> list[str]:
+    def write(rule: str, function: FunctionSpec, tokens: Mapping[str, int]) -> list[str]:
         head = quoted('{"name": ' + quoted(function["name"]) + f', "{key}": ')
         return [f'{rule}: {head} {schema(arguments(function))} "}}"']
 
@@ -108,11 +63,3 @@ def bare_name(function: FunctionSpec) -> str:
             function, "its name may have letters, digits, '_', '-' and '.' in this model's format of calls"
         )
     return name
-
-
-def _answer(mark: str, free: bool) -> list[str]:
-    if not free:
-        return [f"answer: {mark} calls"]
-    if mark.startswith("<["):
-        return [f"answer: PROSE ({mark} calls)?", _PROSE]
-    return ["answer: PROSE | marked calls", f"marked[lazy]: PROSE {mark}", _PROSE]

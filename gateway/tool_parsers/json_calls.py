@@ -3,7 +3,7 @@
 It does not know what stands around them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Final
 
 from gateway.tool_parsers import streaming_json
@@ -69,22 +69,6 @@ def read_call_sequence(scanner: Scanner, names: Collection[str], *markers: str) 
                 yield from scanner.accept(";", ",")
         if (yield from scanner.read_text_until(*markers)) is None:
             return
-
-
-def read_call_sections(
-    scanner: Scanner, begin: str, opening: str, closing: str, one: Callable[[Scanner], Scan[bool]]
-) -> Scan[None]:
-    """Reads sections of calls, between `begin` and `closing`; `one` reads a call behind its `opening`."""
-    while (yield from scanner.read_text_until(begin)) is not None:
-        called = False
-        while True:
-            yield from scanner.skip_blank()
-            mark = yield from scanner.accept(opening, closing)
-            if mark != opening or not (yield from one(scanner)):
-                break
-            called = True
-        if mark == closing and called:
-            scanner.discard()
 
 
 def read_named_call(scanner: Scanner, name: str | None, names: Collection[str]) -> Scan[bool]:

@@ -1,24 +1,20 @@
 """Calls as Llama 3.2 and Llama 4 may write them: a list of Python calls, [f(a=1, b="x"), g()], and nothing else."""
 
-import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from collections.abc import Collection, Mapping
+from typing import Final
 
-from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls, python_literals
-from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser
+from gateway.tool_parsers.scanner import Scan, Scanner
+from gateway.tool_parsers.tool_format import CallDelimiters, ToolFormat
 from gateway.tool_parsers.tool_schema import (
     FunctionSpec,
     ToolParameter,
-    offered_functions,
     properties,
     schema_types,
     tool_schema_error,
 )
-from gateway.tool_parsers.types import ToolSelection
 
 BEGIN: Final = "<|python_start|>"
 END: Final = "<|python_end|>"
@@ -27,22 +23,7 @@ _NAME: Final = re.compile(r"[\w.-]*")
 _KEY: Final = re.compile(r"""[^\s=(),\[\]{}"']*""")
 
 
-@dataclass(frozen=True, slots=True)
-class PythonicFormat:
-    tokens: Mapping[str, int]
-    name: ClassVar[str] = "pythonic"
-    markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
-
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
-        return ScanningParser(functools.partial(_read, names=offered_functions(tools, choice)))
-
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
-        return call_grammar.call_grammar(
-            tools, choice, parallel, call_grammar.CallDelimiters(first='"["', between='", "', last='"]"'), _write
-        )
-
-
-def _read(scanner: Scanner, names: Collection[str]) -> Scan[None]:
+def _read(scanner: Scanner, names: Mapping[str, FunctionSpec]) -> Scan[None]:
     while True:
         yield from scanner.skip_blank()
         if (yield from scanner.accept("[")):
@@ -114,7 +95,7 @@ def _key(scanner: Scanner) -> Scan[str | None]:
     return key if key and (yield from scanner.accept("=")) else None
 
 
-def _write(rule: str, function: FunctionSpec) -> list[str]:
+def _write(rule: str, function: FunctionSpec, tokens: Mapping[str, int]) -> list[str]:
     head = call_grammar.quoted(call_grammar.bare_name(function) + "(")
     parameters = properties(function)
     members = call_grammar.members(f"{rule}_a", [inner.required for inner in parameters], '", "')
@@ -137,3 +118,12 @@ def _member(rule: str, number: int, parameter: ToolParameter, function: Function
     )
     value = '("True" | "False")' if plain else call_grammar.schema(parameter.schema)
     return f"{rule}_a{number}: {call_grammar.quoted(parameter.name + '=')} {value}"
+
+
+PYTHONIC: Final = ToolFormat(
+    name="pythonic",
+    markers=frozenset({BEGIN, END}),
+    read=_read,
+    delimiters=lambda _: CallDelimiters(first='"["', between='", "', last='"]"'),
+    write=_write,
+)

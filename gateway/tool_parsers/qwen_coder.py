@@ -1,29 +1,25 @@
 """Calls as Qwen3-Coder writes them: <function=name> with a <parameter=key> for each argument, its text unquoted."""
 
-import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Final, NoReturn
 
-from engine.protocol.types import Grammar
 from gateway.tool_parsers import call_grammar, json_calls, python_literals
-from gateway.tool_parsers.scanner import Scan, Scanner, ScanningParser, partial_marker_start
+from gateway.tool_parsers.scanner import Scan, Scanner, partial_marker_start
+from gateway.tool_parsers.tool_format import CallDelimiters, ToolFormat
 from gateway.tool_parsers.tool_schema import (
     ANNOTATIONS,
     TYPES,
     FunctionSpec,
     ToolParameter,
     json_type_of,
-    offered_functions,
     properties,
     schema_types,
     tool_schema_error,
     types_by_name,
 )
-from gateway.tool_parsers.types import ToolSelection
 
 BEGIN: Final = "<tool_call>"
 END: Final = "</tool_call>"
@@ -36,21 +32,6 @@ VALUE_MAX: Final = 64 << 10  # characters of one whose type shows only when all 
 _NAME: Final = re.compile(r"[^>\n]*")
 _CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
 _STRING: Final = frozenset({"string"})
-
-
-@dataclass(frozen=True, slots=True)
-class QwenCoderFormat:
-    tokens: Mapping[str, int]
-    name: ClassVar[str] = "qwen_coder"
-    markers: ClassVar[frozenset[str]] = frozenset({BEGIN, END})
-
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> ScanningParser:
-        return ScanningParser(functools.partial(_read, functions=offered_functions(tools, choice)))
-
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
-        begin, end = call_grammar.marker(BEGIN, self.tokens), call_grammar.marker(END, self.tokens)
-        frame = call_grammar.CallDelimiters(mark=begin, between=f'"\\n" {begin}')
-        return call_grammar.call_grammar(tools, choice, parallel, frame, functools.partial(_write, end=end))
 
 
 def _read(scanner: Scanner, functions: Mapping[str, FunctionSpec]) -> Scan[None]:
@@ -161,11 +142,12 @@ def _no_json(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-def _write(rule: str, function: FunctionSpec, end: str) -> list[str]:
+def _write(rule: str, function: FunctionSpec, tokens: Mapping[str, int]) -> list[str]:
     head = call_grammar.quoted(f"\n{FUNCTION}{call_grammar.bare_name(function)}>\n")
     parameters = properties(function)
     members = call_grammar.members(f"{rule}_a", [parameter.required for parameter in parameters], "")
-    lines = [f"{rule}: {head} {rule}_a {call_grammar.quoted(FUNCTION_END + chr(10))} {end}", *members]
+    end = f"{call_grammar.quoted(FUNCTION_END + chr(10))} {call_grammar.marker(END, tokens)}"
+    lines = [f"{rule}: {head} {rule}_a {end}", *members]
     for number, parameter in enumerate(parameters):
         lines += _write_member(f"{rule}_a{number}", parameter, function)
     return lines
@@ -191,3 +173,13 @@ def _write_member(rule: str, parameter: ToolParameter, function: FunctionSpec) -
         )
     text = f"{rule}_text"
     return [f'{rule}: {head} {text} "\\n"', f"{text}[lazy]: /(.|\\n)*/ {call_grammar.quoted(PARAMETER_END)}"]
+
+
+def _delimiters(tokens: Mapping[str, int]) -> CallDelimiters:
+    begin = call_grammar.marker(BEGIN, tokens)
+    return CallDelimiters(mark=begin, between=f'"\\n" {begin}')
+
+
+QWEN_CODER: Final = ToolFormat(
+    name="qwen_coder", markers=frozenset({BEGIN, END}), read=_read, delimiters=_delimiters, write=_write
+)

@@ -1,80 +1,49 @@
-"""The tool-call formats of model families: the one that a model has, and what each can do.
-
-It does not know requests, nor how text becomes tokens.
-"""
+"""The tool-call formats of model families, and the one that a model has. It does not know requests."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import Final
 
-from engine.protocol.types import Grammar
-from gateway.tool_parsers.deepseek import DeepSeekFencedFormat, DeepSeekFormat
-from gateway.tool_parsers.ember import EmberFormat
-from gateway.tool_parsers.hermes import HermesFormat
-from gateway.tool_parsers.kimi import KimiFormat
-from gateway.tool_parsers.llama import LlamaJsonFormat
-from gateway.tool_parsers.mistral import MistralListFormat, MistralNamedFormat
-from gateway.tool_parsers.parts import OutputParser
-from gateway.tool_parsers.pythonic import PythonicFormat
-from gateway.tool_parsers.qwen_coder import QwenCoderFormat
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.json_formats import EMBER, HERMES, LLAMA_JSON
+from gateway.tool_parsers.mistral import MISTRAL_LIST, MISTRAL_NAMED
+from gateway.tool_parsers.pythonic import PYTHONIC
+from gateway.tool_parsers.qwen_coder import QWEN_CODER
+from gateway.tool_parsers.sectioned import DEEPSEEK, DEEPSEEK_FENCED, KIMI
+from gateway.tool_parsers.tool_format import ToolFormat
 
-
-class ToolFormat(Protocol):
-    """How a family of models writes calls of tools.
-
-    `markers` are the spellings that its parser looks for: a decoder must show them even where they are control tokens.
-    Tools are dictionaries in OpenAI's shape, as chat templates read them.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def markers(self) -> frozenset[str]: ...
-
-    def parser(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection) -> OutputParser: ...
-
-    def grammar(self, tools: Sequence[Mapping[str, Any]], choice: ToolSelection, parallel: bool) -> Grammar | None:
-        """What the answer must be, so that the calls in it are valid by their tools' schemas: nothing but one call
-        (several if `parallel`) where they are required; with `auto`, text until they begin. None: nothing is to be held
-        to, or it cannot be: the format's calls begin like text. Raises ApiError for a tool that it cannot hold to."""
-        ...
-
-
-# By name; each is made from the added tokens of a model's tokenizer, their ids by their spellings.
-TOOL_FORMATS: Final[Mapping[str, Callable[[Mapping[str, int]], ToolFormat]]] = {
+# By name, without the tokens of any model.
+TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     format.name: format
     for format in (
-        *(DeepSeekFormat, DeepSeekFencedFormat, EmberFormat, HermesFormat, KimiFormat),
-        *(LlamaJsonFormat, MistralListFormat, MistralNamedFormat, PythonicFormat, QwenCoderFormat),
+        *(DEEPSEEK, DEEPSEEK_FENCED, EMBER, HERMES, KIMI),
+        *(LLAMA_JSON, MISTRAL_LIST, MISTRAL_NAMED, PYTHONIC, QWEN_CODER),
     )
 }
 
 
 def tool_format_of(template: str, tokens: Mapping[str, int]) -> ToolFormat | None:
     """The format of the model with this chat template (its source) and these added tokens; None: none that is known."""
-    name = _name(template, tokens)
-    return None if name is None else TOOL_FORMATS[name](tokens)
+    format = _format(template, tokens)
+    return None if format is None else format.with_tokens(tokens)
 
 
-def _name(template: str, tokens: Mapping[str, int]) -> str | None:
+def _format(template: str, tokens: Mapping[str, int]) -> ToolFormat | None:
     # The first template of Kimi K2 had no place for calls, though the model writes them.
     if "<|tool_call_argument_begin|>" in template or "<|tool_call_argument_begin|>" in tokens:
-        return KimiFormat.name
+        return KIMI
     if "<｜tool▁calls▁begin｜>" in template:
-        return (DeepSeekFencedFormat if "```json" in template else DeepSeekFormat).name
+        return DEEPSEEK_FENCED if "```json" in template else DEEPSEEK
     if "[TOOL_CALLS]" in template:
-        return (MistralNamedFormat if "[ARGS]" in template else MistralListFormat).name
+        return MISTRAL_NAMED if "[ARGS]" in template else MISTRAL_LIST
     if "<function=" in template and "<parameter=" in template:
-        return QwenCoderFormat.name
+        return QWEN_CODER
     if "<tool_call>" in template:
-        return None if "<arg_key>" in template else HermesFormat.name  # GLM puts something else between the same tags
+        return None if "<arg_key>" in template else HERMES  # GLM puts something else between the same tags
     if re.search(r"\[\w*func\w*\(", template):
-        return PythonicFormat.name
+        return PYTHONIC
     llama = "<|start_header_id|>" in template or "<|header_start|>" in template
     if llama and re.search(r"""["']parameters\\?["']: """, template):
-        return LlamaJsonFormat.name
+        return LLAMA_JSON
     if re.search(r"""\{\\?["']name\\?["']: """, template) and re.search(r"""["']arguments\\?["']: """, template):
-        return EmberFormat.name
+        return EMBER
     return None

@@ -1,14 +1,13 @@
-"""Types and schemas of a tool's parameters, for grammars and parsers of calls.
+"""Which tools a model may call, and types and schemas of their parameters, for grammars and parsers of calls.
 
 It reads JSON schemas and knows no format.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from gateway.errors import ApiError, bad_input
-from gateway.tool_parsers.types import ToolSelection
 
 FunctionSpec = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, description, parameters
 Schema = Mapping[str, Any]
@@ -20,6 +19,14 @@ ANNOTATIONS: Final = frozenset(
 _DEFINITIONS: Final = frozenset({"$defs", "definitions"})
 _PLAIN: Final = ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 _REFERENCES_MAX: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSelection:
+    """Whether the model calls tools: as it likes (auto), not at all (none), at least once (required), or this one."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tests.support.recorded_calls import RECORDED
 NAMES = sorted(TOOL_FORMATS)
 # What a byte from 128 on stands for: what parsers look for would take long to be found letter by letter.
 WORDS = sorted(
-    {marker for name in NAMES for marker in TOOL_FORMATS[name]({}).markers}
+    {marker for name in NAMES for marker in TOOL_FORMATS[name].markers}
     | {
         "<function=",
         "</function>",

@@ -17,7 +17,7 @@ from gateway.tool_parsers.parts import (
 )
 from gateway.tool_parsers.registry import TOOL_FORMATS
 from gateway.tool_parsers.scanner import CALLS_MAX
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -56,7 +56,7 @@ class Read:
 
 
 def parser(format: str, tools: Sequence[dict[str, Any]] = TOOLS, choice: ToolSelection = AUTO) -> OutputParser:
-    return TOOL_FORMATS[format]({}).parser(tools, choice)
+    return TOOL_FORMATS[format].parser(tools, choice)
 
 
 def read(parser: OutputParser, pieces: Iterable[str]) -> Read:

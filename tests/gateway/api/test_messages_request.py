@@ -22,7 +22,7 @@ from engine.protocol.types import GrammarKind
 from gateway.api.messages_request import CountTokensDialect, MessagesDialect
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 MODEL = "@cf/test/stub"
 HELLO: dict[str, Any] = {"role": "user", "content": "hello"}

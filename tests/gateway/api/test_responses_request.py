@@ -21,7 +21,7 @@ from gateway.api.dialect import GenerationRequest
 from gateway.api.responses_request import InputTokensDialect, ResponsesDialect
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 MODEL = "@cf/test/stub"
 RAIN: dict[str, Any] = {"type": "function", "name": "rain", "parameters": {"type": "object"}}

@@ -10,7 +10,7 @@ from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ToolUse, Usage
 from gateway.inference.run_options import RunOptionsBody
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 MODEL = "@cf/test/stub"
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)

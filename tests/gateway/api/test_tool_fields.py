@@ -8,7 +8,7 @@ import pytest
 from gateway.api.tool_fields import ToolChoiceField, select_tools
 from gateway.errors import ApiError
 from gateway.inference.prompt import AUTO
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 RAIN, SUN = [{"type": "function", "function": {"name": name}} for name in ("rain", "sun")]
 TOOLS = [RAIN, SUN]

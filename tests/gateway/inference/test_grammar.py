@@ -10,10 +10,9 @@ from engine.protocol.types import Grammar, GrammarKind, SamplingParams
 from gateway.errors import ApiError
 from gateway.inference.grammar import answer_grammar, grammar_error
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.ember import EmberFormat
-from gateway.tool_parsers.hermes import HermesFormat
-from gateway.tool_parsers.registry import ToolFormat
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.json_formats import EMBER, HERMES
+from gateway.tool_parsers.tool_format import ToolFormat
+from gateway.tool_parsers.tool_schema import ToolSelection
 
 BYTES = LLTokenizer("byte")
 RAIN = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -36,19 +35,17 @@ def accepts(grammar: Grammar | None, text: str) -> bool:
 
 def test_without_tools_the_callers_own_grammar_holds() -> None:
     assert answer_grammar(prompt(tools=None, grammar=PERSON), None, "m") is PERSON
-    assert answer_grammar(prompt(tools=None), EmberFormat({}), "m") is None
+    assert answer_grammar(prompt(tools=None), EMBER, "m") is None
 
 
 def test_a_call_that_must_be_made_is_all_there_is() -> None:
     for own in (None, PERSON):
-        required = answer_grammar(prompt(tool_choice=ToolSelection("required"), grammar=own), EmberFormat({}), "m")
+        required = answer_grammar(prompt(tool_choice=ToolSelection("required"), grammar=own), EMBER, "m")
         assert accepts(required, CALL)
         assert accepts(required, f"{CALL}\n{CALL}")
         assert not accepts(required, '{"age": 5}')
         assert not accepts(required, CALL.replace("Rome", "Paris"))
-    named = answer_grammar(
-        prompt(tool_choice=ToolSelection("named", "sun"), parallel_calls=False), EmberFormat({}), "m"
-    )
+    named = answer_grammar(prompt(tool_choice=ToolSelection("named", "sun"), parallel_calls=False), EMBER, "m")
     sun = CALL.replace("rain", "sun")
     assert accepts(named, sun)
     assert not accepts(named, CALL)
@@ -56,7 +53,7 @@ def test_a_call_that_must_be_made_is_all_there_is() -> None:
 
 
 def test_a_model_that_may_call_calls_or_answers_with_the_document() -> None:
-    grammar = answer_grammar(prompt(grammar=PERSON), HermesFormat({}), "m")
+    grammar = answer_grammar(prompt(grammar=PERSON), HERMES, "m")
     assert accepts(grammar, f"<tool_call>\n{CALL}\n</tool_call>")
     assert accepts(grammar, '{"age":5}')
     assert not accepts(grammar, "It is dry.")
@@ -64,8 +61,8 @@ def test_a_model_that_may_call_calls_or_answers_with_the_document() -> None:
 
 
 def test_strict_tools_are_held_to_where_text_is_free() -> None:
-    assert answer_grammar(prompt(), HermesFormat({}), "m") is None
-    grammar = answer_grammar(prompt(strict_calls=True), HermesFormat({}), "m")
+    assert answer_grammar(prompt(), HERMES, "m") is None
+    grammar = answer_grammar(prompt(strict_calls=True), HERMES, "m")
     assert accepts(grammar, "It is dry.")
     assert accepts(grammar, f"Let me see. <tool_call>\n{CALL}\n</tool_call>")
     assert not accepts(grammar, f"<tool_call>\n{CALL.replace('Rome', 'Paris')}\n</tool_call>")
@@ -74,9 +71,9 @@ def test_strict_tools_are_held_to_where_text_is_free() -> None:
 @pytest.mark.parametrize(
     ("grammar", "format"),
     [
-        (Grammar(GrammarKind.REGEX, "x"), HermesFormat({})),
-        (Grammar(GrammarKind.LARK, "start: x"), HermesFormat({})),
-        (PERSON, EmberFormat({})),
+        (Grammar(GrammarKind.REGEX, "x"), HERMES),
+        (Grammar(GrammarKind.LARK, "start: x"), HERMES),
+        (PERSON, EMBER),
     ],
 )
 def test_what_cannot_be_told_from_a_call_does_not_go_with_tools(grammar: Grammar, format: ToolFormat) -> None:
@@ -94,15 +91,12 @@ def test_tools_for_a_model_whose_calls_nobody_knows_are_refused() -> None:
 
 def test_a_refusal_names_the_tool_or_the_field() -> None:
     asked = prompt(tool_choice=ToolSelection("required"))
-    grammar = answer_grammar(asked, EmberFormat({}), "m")
+    grammar = answer_grammar(asked, EMBER, "m")
     assert grammar is not None
     line = 1 + next(i for i, text in enumerate(grammar.source.split("\n")) if text.startswith("t1"))
     said = grammar_error(asked, grammar, f"at {line}(5): no such thing")
     assert (said.param, "the parameters of 'sun'" in said.message) == ("tools", True)
     assert grammar_error(asked, grammar, "it is too large").param == "tools"
     either = prompt(grammar=PERSON, grammar_field="guided_json")
-    assert (
-        grammar_error(either, answer_grammar(either, HermesFormat({}), "m"), "at 3(5): no such thing").param
-        == "guided_json"
-    )
+    assert grammar_error(either, answer_grammar(either, HERMES, "m"), "at 3(5): no such thing").param == "guided_json"
     assert grammar_error(prompt(tools=None), PERSON, "at 9(5): no such thing").param == "response_format"

@@ -13,7 +13,7 @@ from gateway.errors import ApiError
 from gateway.inference.prompt import AUTO
 from gateway.tool_parsers import call_grammar
 from gateway.tool_parsers.registry import TOOL_FORMATS
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 from tests.support.call_reading import TOOLS, WEATHER, cut, read, tool
 from tests.support.recorded_calls import RECORDED, Recorded
 from tests.support.sampled_calls import Vocabulary, built_in, trained
@@ -40,7 +40,7 @@ UNMISTAKABLE = [name for name in FORMAT_NAMES if name not in ("ember", "llama3_j
 
 
 def vocabularies(format: str) -> list[Vocabulary]:
-    markers = TOOL_FORMATS[format]({}).markers
+    markers = TOOL_FORMATS[format].markers
     return [built_in(), *(trained(markers, special) for special in (True, False))]
 
 
@@ -54,7 +54,7 @@ def check_calls(found: list[tuple[str, Any]]) -> None:
 def test_required_calls_are_valid_whatever_tokens_are_drawn(format: str, choice: ToolSelection) -> None:
     draw, drawn = random.Random(7), 0
     for vocabulary in vocabularies(format):
-        model = TOOL_FORMATS[format](vocabulary.added)
+        model = TOOL_FORMATS[format].with_tokens(vocabulary.added)
         grammar = model.grammar(ALL, choice, True)
         assert grammar is not None
         for _ in range(5):
@@ -72,8 +72,8 @@ def test_required_calls_are_valid_whatever_tokens_are_drawn(format: str, choice:
 
 @pytest.mark.parametrize("recorded", [r for r in RECORDED if r.calls], ids=lambda recorded: recorded.format)
 def test_what_models_write_is_what_the_grammar_allows(recorded: Recorded) -> None:
-    vocabulary = trained(TOOL_FORMATS[recorded.format]({}).markers, True)
-    model = TOOL_FORMATS[recorded.format](vocabulary.added)
+    vocabulary = trained(TOOL_FORMATS[recorded.format].markers, True)
+    model = TOOL_FORMATS[recorded.format].with_tokens(vocabulary.added)
     for parallel in (True, False):
         free = recorded.text != ""
         grammar = model.grammar(TOOLS, AUTO if free else REQUIRED, parallel)
@@ -86,7 +86,7 @@ def test_what_models_write_is_what_the_grammar_allows(recorded: Recorded) -> Non
 def test_one_call_where_several_are_not_allowed(format: str) -> None:
     draw, drawn = random.Random(5), 0
     for vocabulary in vocabularies(format):
-        model = TOOL_FORMATS[format](vocabulary.added)
+        model = TOOL_FORMATS[format].with_tokens(vocabulary.added)
         grammar = model.grammar(ALL, REQUIRED, False)
         assert grammar is not None
         for _ in range(6):
@@ -100,7 +100,7 @@ def test_one_call_where_several_are_not_allowed(format: str) -> None:
 def test_a_call_that_the_model_begins_by_itself_is_valid(format: str) -> None:
     draw, drawn = random.Random(3), 0
     for vocabulary in vocabularies(format):
-        model = TOOL_FORMATS[format](vocabulary.added)
+        model = TOOL_FORMATS[format].with_tokens(vocabulary.added)
         grammar = model.grammar(ALL, AUTO, True)
         assert grammar is not None
         mark = {"hermes": "<tool_call>", "qwen_coder": "<tool_call>", "kimi": "<|tool_calls_section_begin|>"}.get(
@@ -119,7 +119,7 @@ def test_a_call_that_the_model_begins_by_itself_is_valid(format: str) -> None:
 @pytest.mark.parametrize("format", UNMISTAKABLE)
 def test_text_stays_free_where_calls_may_come(format: str) -> None:
     for vocabulary in vocabularies(format):
-        grammar = TOOL_FORMATS[format](vocabulary.added).grammar(ALL, AUTO, True)
+        grammar = TOOL_FORMATS[format].with_tokens(vocabulary.added).grammar(ALL, AUTO, True)
         assert grammar is not None
         matcher = open_matcher(vocabulary.library, to_lark(grammar))
         assert matcher.consume_tokens(vocabulary.library.tokenize_str('{"a": <tool 🙂 [TOOL] \n\n```json'))
@@ -128,7 +128,7 @@ def test_text_stays_free_where_calls_may_come(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_nothing_is_held_to_without_tools_or_against_the_choice(format: str) -> None:
-    model = TOOL_FORMATS[format]({})
+    model = TOOL_FORMATS[format]
     assert model.grammar([], AUTO, True) is None
     assert model.grammar(ALL, ToolSelection("none"), True) is None
     assert (model.grammar(ALL, AUTO, True) is None) == (format not in UNMISTAKABLE)
@@ -137,7 +137,7 @@ def test_nothing_is_held_to_without_tools_or_against_the_choice(format: str) -> 
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_a_schema_that_the_library_refuses_is_traced_to_its_tool(format: str) -> None:
     bad = tool("bad_one", {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}})
-    grammar = TOOL_FORMATS[format]({}).grammar([*ALL, bad, tool("last")], REQUIRED, True)
+    grammar = TOOL_FORMATS[format].grammar([*ALL, bad, tool("last")], REQUIRED, True)
     assert grammar is not None
     for source in (to_lark(grammar), grammar.source):  # a replica's, and ours
         message = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(source), built_in().library)
@@ -153,7 +153,7 @@ def test_a_message_without_a_line_is_no_tools_fault() -> None:
 @pytest.mark.parametrize("format", FORMAT_NAMES)
 def test_names_cannot_break_out_of_a_grammar(format: str) -> None:
     nasty = 'x"\n// "other"\nstart: /.*/ \\'
-    model = TOOL_FORMATS[format](built_in().added)
+    model = TOOL_FORMATS[format].with_tokens(built_in().added)
     if format in ("pythonic", "qwen_coder", "kimi", "deepseek", "deepseek_fenced", "mistral_named"):
         with pytest.raises(ApiError, match="its name may have letters"):
             model.grammar([tool(nasty, WEATHER)], REQUIRED, True)
@@ -181,19 +181,19 @@ def test_what_a_format_cannot_hold_to_is_refused_with_the_tools_name() -> None:
         *((name, array) for name in FORMAT_NAMES),
     ]:
         with pytest.raises(ApiError) as refused:
-            TOOL_FORMATS[format]({}).grammar([one], REQUIRED, True)
+            TOOL_FORMATS[format].grammar([one], REQUIRED, True)
         assert refused.value.param == "tools"
         assert one["function"]["name"] in refused.value.message
 
 
 def test_parameters_that_are_not_described_are_not_written() -> None:
     for schema, more in [(WEATHER, False), ({"type": "object", "properties": {}}, False), ({}, True)]:
-        grammar = TOOL_FORMATS["ember"]({}).grammar([tool("f", {**schema, "required": []})], REQUIRED, False)
+        grammar = TOOL_FORMATS["ember"].grammar([tool("f", {**schema, "required": []})], REQUIRED, False)
         assert grammar is not None
         assert built_in().fits(grammar, '{"name": "f", "arguments": {}}')
         assert built_in().fits(grammar, '{"name": "f", "arguments": {"more": 1}}') == more
 
 
 def test_the_same_tools_make_the_same_grammar() -> None:
-    grammars = [TOOL_FORMATS["kimi"]({}).grammar(json.loads(json.dumps(ALL)), REQUIRED, True) for _ in range(2)]
+    grammars = [TOOL_FORMATS["kimi"].grammar(json.loads(json.dumps(ALL)), REQUIRED, True) for _ in range(2)]
     assert grammars[0] == grammars[1]

@@ -15,7 +15,7 @@ from gateway.tool_parsers.reasoning import (
     template_has_reasoning,
 )
 from gateway.tool_parsers.registry import TOOL_FORMATS
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 from tests.support.call_reading import TOOLS, WEATHER, Read, cut, parser, read
 from tests.support.sampled_calls import built_in, trained
 
@@ -84,7 +84,7 @@ def test_a_prompt_may_open_the_thought() -> None:
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_grammar_may_come_behind_a_thought(opened: bool, special: bool | None) -> None:
     vocabulary = built_in() if special is None else trained(MARKERS, special)
-    calls = TOOL_FORMATS["hermes"](vocabulary.added)
+    calls = TOOL_FORMATS["hermes"].with_tokens(vocabulary.added)
     begun = "Well, <b>\n\n</think>\n\n" if opened else "<think>\nWell, <b>\n\n</think>\n\n"
     required = calls.grammar(TOOLS, ToolSelection("required"), True)
     assert required is not None

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from gateway.tool_parsers.registry import TOOL_FORMATS, tool_format_of
 from gateway.tool_parsers.scanner import CALLS_MAX
-from gateway.tool_parsers.types import ToolSelection
+from gateway.tool_parsers.tool_schema import ToolSelection
 from tests.support.call_reading import check, cut, parser, read
 from tests.support.recorded_calls import RECORDED, Recorded
 
 FORMAT_NAMES = sorted(TOOL_FORMATS)
 PIECES = sorted(
-    {marker for format in TOOL_FORMATS.values() for marker in format({}).markers}
+    {marker for format in TOOL_FORMATS.values() for marker in format.markers}
     | {'{"name": "', '"arguments": ', '"parameters": ', '{"city": "Rome"}', '{"id": "x", ', "}", "{", "[", "]", "("}
     | {"<function=", ">", "<parameter=", "</parameter>", "</function>", "<tool_", "</to", "city=", "days=", "3", ", "}
     | {
@@ -234,6 +234,6 @@ def test_the_built_in_model_has_its_format() -> None:
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.format)
 def test_a_format_names_all_control_tokens_that_it_writes(recorded: Recorded) -> None:
     plain = recorded.completion
-    for marker in TOOL_FORMATS[recorded.format]({}).markers:
+    for marker in TOOL_FORMATS[recorded.format].markers:
         plain = plain.replace(marker, "")
     assert not any(edge in plain for edge in ("<|", "<｜", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "tool_call>"))

@@ -40,7 +40,7 @@ ENDLESS = [
 @pytest.mark.parametrize("format", sorted(TOOL_FORMATS))
 def test_what_is_held_back_has_a_limit(format: str) -> None:
     for begun, endless in ENDLESS:
-        parser = TOOL_FORMATS[format]({}).parser(TOOLS, AUTO)
+        parser = TOOL_FORMATS[format].parser(TOOLS, AUTO)
         assert isinstance(parser, ScanningParser)
         for piece in [begun, *[endless] * (BUFFERED_CHARS_MAX + 1000)]:
             parser.push(piece)
@@ -82,6 +82,6 @@ def test_what_may_begin_a_marker_is_found(text: str, start: int, markers: tuple[
 
 
 def test_a_finished_parser_holds_nothing() -> None:
-    parser = TOOL_FORMATS["hermes"]({}).parser(TOOLS, AUTO)
+    parser = TOOL_FORMATS["hermes"].parser(TOOLS, AUTO)
     parser.push("It <tool_ca")
     assert len(parser.finish()) == 1
