@@ -21,13 +21,14 @@ import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.record import record
-from gateway.api.chat import ChatDialect
+from gateway.api.chat import read_chat
 from gateway.api.dialect import Dialect, GenerationRequest
-from gateway.api.responses_request import ResponsesDialect
-from gateway.api.run_native import RunNativeDialect
+from gateway.api.responses_request import read_responses
+from gateway.api.run_native import read_run_native
 from gateway.catalogue.catalogue import Model, open_catalogue
 from gateway.cluster.stream import OutputDelta
 from gateway.config import load_config
+from gateway.http import sse
 from gateway.inference.completion import CompletionBuilder
 from gateway.text.control_tokens import encode_ids
 from gateway.text.tokenizer import ModelTokenizer
@@ -100,19 +101,19 @@ def a_chat() -> None:
         prose = "".join(part for source in texts[100:] for part in source.split('"""')[1::2])
         turns = conversation(text, prose)
         body = msgspec.json.encode({"model": "@cf/a/b", "messages": turns, "max_tokens": 100, "stream": True})
-        dialect, ids = ChatDialect(), text.encode_chat(turns)
+        dialect, ids = read_chat, text.encode_chat(turns)
         shape = f"chat of {len(ids)} tokens in {len(turns)} turns and {len(body)} bytes"
         assert text.encode_chat(turns, spread=True) == ids
 
         def whole(spread: bool) -> None:
-            prompt = dialect.read(body, b"", None, 7)
+            prompt = dialect(body, b"", None, 7)
             assert isinstance(prompt, GenerationRequest)
             assert prompt.prompt.messages is not None
             text.encode_chat(prompt.prompt.messages, prompt.prompt.tools, spread=spread)
 
         rendered = "\n".join(turn["content"] for turn in turns)
         alone = best_ms(lambda: encode_ids(text._tokenizer, rendered))
-        record("text", f"{shape}: the body to a prompt", best_ms(lambda: dialect.read(body, b"", None, 7)), "ms")
+        record("text", f"{shape}: the body to a prompt", best_ms(lambda: dialect(body, b"", None, 7)), "ms")
         record("text", f"{shape}: body to ids, one thread", best_ms(lambda: whole(False)), "ms", bound=alone)
         threads_ms = best_ms(lambda: whole(True), time.perf_counter)
         record("text", f"{shape}: body to ids, all threads", threads_ms, "ms", bound=CHAT_MS)
@@ -120,14 +121,14 @@ def a_chat() -> None:
 
 def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str, Any], prose: str) -> float:
     """Microseconds of processor time for each token: decoded, searched for calls, and written as an event."""
-    prompt = dialect.read(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
+    prompt = dialect(msgspec.json.encode({**body, "stream": True}), b"", named, 7)
     assert isinstance(prompt, GenerationRequest)
     steps = [OutputDelta(0, [id]) for id in model.tokenizer.encode_prompt(prose)[:EVENTS]]
     best = float("inf")
     for _ in range(9):
         choice, reply = (
             CompletionBuilder(model, prompt.prompt, False),
-            prompt.reply(model.name, "0" * 36, 1_800_000_000),
+            prompt.reply(model.name, "0" * 36, 1_800_000_000, sse.paddings()),
         )
         reply.begin(5, 0)
         began = time.process_time()
@@ -145,18 +146,18 @@ def events() -> None:
     document = json.dumps([{"name": "fox", "over": ["dog", "lazy"], "times": 7}] * 400)
     chat = {"model": model.name, "messages": USER}
     forms: dict[str, tuple[Dialect, str | None, dict[str, Any]]] = {
-        "native": (RunNativeDialect(), model.name, {"messages": USER}),
-        "chat": (ChatDialect(), None, chat),
-        "responses": (ResponsesDialect(), None, {"model": model.name, "input": "hi"}),
+        "native": (read_run_native, model.name, {"messages": USER}),
+        "chat": (read_chat, None, chat),
+        "responses": (read_responses, None, {"model": model.name, "input": "hi"}),
     }
     plain = {}
     for name, (dialect, named, body) in forms.items():
         plain[name] = events_us(model, dialect, named, body, prose)
         record("text", f"a token event, {name}", plain[name], "µs")
-    tools = events_us(model, ChatDialect(), None, {**chat, "tools": TOOLS}, prose)
+    tools = events_us(model, read_chat, None, {**chat, "tools": TOOLS}, prose)
     record("text", "a token event, chat, tools offered", tools, "µs", bound=round(1.2 * plain["chat"], 2))
-    same = events_us(model, ChatDialect(), None, chat, document)
-    constrained = events_us(model, ChatDialect(), None, {**chat, "response_format": {"type": "json_object"}}, document)
+    same = events_us(model, read_chat, None, chat, document)
+    constrained = events_us(model, read_chat, None, {**chat, "response_format": {"type": "json_object"}}, document)
     record("text", "a token event, chat, a JSON document", constrained, "µs", bound=round(1.2 * same, 2))
 
 

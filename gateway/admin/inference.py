@@ -15,7 +15,7 @@ from gateway.api.embeddings import EmbeddingsBody, RunEmbeddingsBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
 from gateway.api.rerank import RerankBody, RunRerankBody
 from gateway.api.responses_request import InputTokensBody, ResponsesBody
-from gateway.api.run import RunBody
+from gateway.api.routes import RunBody
 from gateway.api.run_batch import BatchInput, ResultsInput
 from gateway.api.run_chat import RunChatBody
 from gateway.api.run_native import RunNativeBody

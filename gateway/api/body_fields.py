@@ -1,4 +1,4 @@
-"""Types and checks of the fields that bodies of several dialects have, and the prompt that sampling fields come to.
+"""Types and checks of the fields that bodies of several dialects have, and the fields of a Prompt that they come to.
 
 It does not know messages, tools or answers.
 """
@@ -11,12 +11,13 @@ from msgspec import Meta
 from engine.protocol.types import SamplingParams
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
-from gateway.inference.prompt import SEED_BITS, Prompt
+from gateway.inference.prompt import SEED_BITS
 from gateway.inference.response_format import (
     GuidedChoice,
     GuidedGrammar,
     GuidedJson,
     GuidedRegex,
+    ResponseConstraint,
     ResponseFormat,
     response_constraint,
 )
@@ -49,6 +50,13 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(max_length=16)]
 
 
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_usage asks for a last chunk with `usage`; include_obfuscation false leaves the padding out."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`metadata` is a label: it changes nothing and is not kept."""
 
@@ -70,8 +78,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     user: ShortText | None = None
 
 
-def sampled_prompt(
-    prompt: Prompt,
+def sampling_prompt(
     body: SamplingFields,
     drawn_seed: int,
     *,
@@ -79,9 +86,9 @@ def sampled_prompt(
     top_p: float | None,
     seed: int | None,
     logprobs: int | None = None,
-) -> Prompt:
-    """The prompt with what the body's sampling fields say. Fields whose ranges differ between dialects are arguments.
-    Raises ApiError."""
+) -> dict[str, Any]:
+    """The fields of a Prompt that the body's sampling fields come to. Fields whose ranges differ between dialects are
+    arguments. Raises ApiError."""
     constraint = response_constraint(
         body.response_format, body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
     )
@@ -93,20 +100,30 @@ def sampled_prompt(
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
-        seed=seed_of(seed, drawn_seed),
+        seed=drawn_seed if seed is None else seed & ((1 << SEED_BITS) - 1),  # into the bits of a frame
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
     )
-    return msgspec.structs.replace(
-        prompt,
-        grammar=constraint.grammar,
-        grammar_field=constraint.field,
-        json=constraint.json,
-        sampling=sampling,
-        stop=stops(body.stop),
-        stream=bool(body.stream),
-        user=body.user,
-    )
+    return {
+        **constraint_prompt(constraint),
+        "sampling": sampling,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+        "user": body.user,
+    }
+
+
+def constraint_prompt(constraint: ResponseConstraint) -> dict[str, Any]:
+    """The fields of a Prompt whose answer is held to this."""
+    return {"grammar": constraint.grammar, "grammar_field": constraint.field, "json": constraint.json}
+
+
+def stream_prompt(stream: bool | None, options: StreamOptions | None) -> dict[str, Any]:
+    """The fields of a Prompt whose answer is streamed, or not. Raises ApiError."""
+    if options is not None and not stream:
+        raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
+    options = options or StreamOptions()
+    padded = options.include_obfuscation is not False
+    return {"stream": bool(stream), "include_usage": bool(options.include_usage), "padded": padded}
 
 
 def only(*served: object) -> Meta:
@@ -128,22 +145,11 @@ def template_options(kwargs: dict[str, Any] | None, reasoning_effort: str | None
     return {**options, "reasoning_effort": reasoning_effort}
 
 
-def stops(stop: Stop | None) -> list[str]:
-    if stop is None:
-        return []
-    return [stop] if isinstance(stop, str) else list(stop)
-
-
 def max_tokens_of(max_tokens: int | None, max_completion_tokens: int | None) -> int | None:
     """OpenAI's two names of one limit. Raises ApiError where both are used."""
     if max_tokens is not None and max_completion_tokens is not None:
         raise bad_input("'max_tokens' and 'max_completion_tokens' say the same; send one", "max_completion_tokens")
     return max_tokens or max_completion_tokens
-
-
-def seed_of(seed: int | None, drawn: int) -> int:
-    """The caller's seed, folded into the bits of a frame; without one the drawn seed."""
-    return (drawn if seed is None else seed) & ((1 << SEED_BITS) - 1)
 
 
 def check_same_model(in_body: str | None, in_path: str) -> None:
@@ -160,4 +166,5 @@ def refuse_field(field: str, value: object, advice: str) -> None:
 
 def refuse_unless(field: str, value: object, served: tuple[object, ...], advice: str) -> None:
     """Raises ApiError for a value that is none of those that are served."""
-    refuse_field(field, None if value in served else True, advice)
+    if value not in served:
+        refuse_field(field, value, advice)

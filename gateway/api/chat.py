@@ -4,6 +4,7 @@ It does not know accounts, replicas or sockets.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -17,20 +18,21 @@ from gateway.api.body_fields import (
     ReasoningEffort,
     SamplingFields,
     ShortText,
+    StreamOptions,
     TemplateOptions,
     max_tokens_of,
     only,
     refuse_field,
     refuse_unless,
-    sampled_prompt,
+    sampling_prompt,
+    stream_prompt,
     template_options,
 )
-from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.chunks import ChunkWriter, scored_token
 from gateway.api.dialect import GenerationRequest
-from gateway.api.message_fields import Messages, RunPrompt, chat_messages, refuse_lora
-from gateway.api.tool_fields import ToolChoiceField, Tools, with_tools
+from gateway.api.message_fields import Messages, chat_messages, refuse_lora
+from gateway.api.tool_fields import ToolChoiceField, Tools, tool_prompt
 from gateway.errors import bad_input
-from gateway.http import sse
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
@@ -87,33 +89,38 @@ class ChatBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True
 _decoder: Final = msgspec.json.Decoder(ChatBody)
 
 
-def prompt_of(body: ChatFields, given: RunPrompt, drawn_seed: int, options: RunOptionsBody | None = None) -> Prompt:
-    """What the fields ask for of what is given. Raises ApiError."""
+def chat_prompt(
+    body: ChatFields,
+    drawn_seed: int,
+    *,
+    text: str | None = None,
+    messages: list[dict[str, Any]] | None,
+    raw: bool = False,
+    options: RunOptionsBody | None = None,
+) -> Prompt:
+    """What the fields ask for of the messages, or of the text. Raises ApiError."""
     _refuse_unserved(body)
-    if body.stream_options is not None and not body.stream:
-        raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
+    stream = stream_prompt(body.stream, body.stream_options)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
-    stream_options = body.stream_options or StreamOptions()
-    prompt = Prompt(
-        text=given.text,
-        messages=given.messages,
-        raw=given.raw,
+    return Prompt(
+        text=text,
+        messages=messages,
+        raw=raw,
         template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
         max_tokens=max_tokens_of(body.max_tokens, body.max_completion_tokens),
         n=body.n or 1,
-        include_usage=bool(stream_options.include_usage),
-        padded=stream_options.include_obfuscation is not False,
         options=options,
-    )
-    return sampled_prompt(
-        with_tools(prompt, body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
-        body,
-        drawn_seed,
-        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **stream,
+        **tool_prompt(body.tools, body.tool_choice, body.parallel_tool_calls),
+        **sampling_prompt(
+            body,
+            drawn_seed,
+            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
     )
 
 
@@ -133,18 +140,14 @@ def _refuse_unserved(body: ChatFields) -> None:
     refuse_lora(body.lora)
 
 
-def chunks_of(
-    prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
-) -> ChunkWriter:
-    """What stands around the choices of a chat completion."""
-    kinds = "chat.completion", "chat.completion.chunk"
-    return ChunkWriter(prompt, kinds, f"chatcmpl-{id}", taken, model, paddings, enveloped=enveloped)
-
-
 class ChatReply:
     """`chat.completion`, or chunks: a role for each choice, contents, finishes, and the usage where asked for."""
 
-    def __init__(self, prompt: Prompt, chunks: ChunkWriter) -> None:
+    def __init__(
+        self, prompt: Prompt, model: str, id: str, created: int, paddings: Iterator[bytes], *, enveloped: bool = False
+    ) -> None:
+        kinds = "chat.completion", "chat.completion.chunk"
+        chunks = ChunkWriter(prompt, kinds, f"chatcmpl-{id}", created, model, paddings, enveloped=enveloped)
         self._choices = prompt.n
         self._chunks = chunks
         self.end, self.fail = chunks.end, chunks.fail
@@ -161,17 +164,17 @@ class ChatReply:
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         if logprobs:
-            scored = {"content": [_chosen(one) for one in logprobs]}
-            said = {"index": choice, "delta": {"content": text}, "logprobs": scored, "finish_reason": None}
-            return self._chunks.event(_encode(said))
+            scored = {"content": [scored_token(token) for token in logprobs]}
+            chunk = {"index": choice, "delta": {"content": text}, "logprobs": scored, "finish_reason": None}
+            return self._chunks.event(_encode(chunk))
         return self._contents[choice] + _encode(text) + self._rest + next(self._paddings) + self._last
 
     def thought(self, choice: int, text: str) -> bytes:
         return self._chunk(choice, {"reasoning_content": text}, None)
 
     def call(self, choice: int, number: int, use: ToolUse) -> bytes:
-        said = b'{"index":%d,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % (choice, number)
-        self._arguments[choice] = self._chunks.head + said
+        head = b'{"index":%d,"delta":{"tool_calls":[{"index":%d,"function":{"arguments":' % (choice, number)
+        self._arguments[choice] = self._chunks.head + head
         return self._chunk(choice, {"tool_calls": [{"index": number, **_call(use)}]}, None)
 
     def arguments(self, choice: int, number: int, fragment: str) -> bytes:
@@ -199,7 +202,7 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
         message["reasoning_content"] = completion.thought
     logprobs = None
     if completion.logprobs is not None:
-        logprobs = {"content": [_chosen(one) for one in completion.logprobs], "refusal": None}
+        logprobs = {"content": [scored_token(token) for token in completion.logprobs], "refusal": None}
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": completion.finish}
 
 
@@ -207,26 +210,9 @@ def _call(use: ToolUse) -> dict[str, Any]:
     return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.arguments}}
 
 
-def _chosen(one: ScoredToken) -> dict[str, Any]:
-    return {**_scored(one), "top_logprobs": [_scored(other) for other in one.top]}
-
-
-def _scored(one: ScoredToken) -> dict[str, Any]:
-    return {"token": one.token, "logprob": one.logprob, "bytes": list(one.raw)}
-
-
-class ChatDialect:
+def read_chat(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
     """The dialect of `/v1/chat/completions`."""
-
-    def __init__(self) -> None:
-        self._paddings = sse.paddings()
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
-        assert model is None, "the body names the model"
-        request = decode_body(body, _decoder)
-        prompt = prompt_of(request, RunPrompt(messages=chat_messages(request.messages)), drawn_seed)
-
-        def reply(model: str, id: str, taken: int) -> ChatReply:
-            return ChatReply(prompt, chunks_of(prompt, model, id, taken, self._paddings))
-
-        return GenerationRequest(request.model, prompt, reply)
+    assert model is None, "the body names the model"
+    request = decode_body(body, _decoder)
+    prompt = chat_prompt(request, drawn_seed, messages=chat_messages(request.messages))
+    return GenerationRequest(request.model, prompt, partial(ChatReply, prompt))

@@ -13,16 +13,9 @@ from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import envelope, openai_envelope
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Usage, enveloped
+from gateway.inference.reply import ScoredToken, Usage, enveloped
 
 _encode: Final = msgspec.json.encode
-
-
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage asks for a last chunk with `usage`; include_obfuscation false leaves the padding out."""
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class ChunkWriter:
@@ -70,3 +63,12 @@ class ChunkWriter:
     def body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         result = {**self._common_fields, "choices": choices, "usage": usage.fields()}
         return _encode(enveloped(result) if self._enveloped else result)
+
+
+def scored_token(token: ScoredToken) -> dict[str, Any]:
+    """A token with its alternatives, as OpenAI has both."""
+    return {**_alternative(token), "top_logprobs": [_alternative(other) for other in token.top]}
+
+
+def _alternative(token: ScoredToken) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.raw)}

@@ -4,6 +4,9 @@ It does not know accounts, replicas or sockets.
 """
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import accumulate
+from statistics import fmean
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -14,14 +17,15 @@ from gateway.api.body_fields import (
     Probability,
     SamplingFields,
     ShortText,
+    StreamOptions,
     TokenId,
     refuse_field,
-    sampled_prompt,
+    sampling_prompt,
+    stream_prompt,
 )
-from gateway.api.chunks import ChunkWriter, StreamOptions
+from gateway.api.chunks import ChunkWriter
 from gateway.api.dialect import GenerationRequest
 from gateway.errors import bad_input
-from gateway.http import sse
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
@@ -53,34 +57,30 @@ class CompletionsBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_
 _decoder: Final = msgspec.json.Decoder(CompletionsBody)
 
 
-def prompt_of(body: CompletionsBody, drawn_seed: int) -> Prompt:
+def completions_prompt(body: CompletionsBody, drawn_seed: int) -> Prompt:
     """What a completion asks for. Raises ApiError."""
     refuse_field("suffix", body.suffix or None, "put what is before it into 'prompt', and leave it out")
-    if body.stream_options is not None and not body.stream:
-        raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
+    stream = stream_prompt(body.stream, body.stream_options)
     text, ids = _single_prompt(body.prompt)
     n = body.n or 1
     drawn = _drawn_choices(body, n)
     if body.echo and (ids is not None or body.logprobs is not None):
         raise bad_input("'echo' goes with a text for 'prompt' and without 'logprobs'; leave it out", "echo")
-    options = body.stream_options or StreamOptions()
-    prompt = Prompt(
+    return Prompt(
         text=text,
         ids=ids,
         raw=True,
         max_tokens=body.max_tokens or MAX_TOKENS_DEFAULT,
         n=drawn,
-        include_usage=bool(options.include_usage),
-        padded=options.include_obfuscation is not False,
-    )
-    return sampled_prompt(
-        prompt,
-        body,
-        drawn_seed,
-        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
-        logprobs=0 if body.logprobs is None and drawn > n else body.logprobs,
+        **stream,
+        **sampling_prompt(
+            body,
+            drawn_seed,
+            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            logprobs=0 if body.logprobs is None and drawn > n else body.logprobs,
+        ),
     )
 
 
@@ -109,8 +109,21 @@ class CompletionsReply:
     """`text_completion`, or chunks of it. `shown` choices, with their log probabilities where `scored`, and behind the
     prompt's own text where that is to be echoed."""
 
-    def __init__(self, prompt: Prompt, chunks: ChunkWriter, *, shown: int, scored: bool, echo: str = "") -> None:
-        self._prompt = prompt
+    def __init__(
+        self,
+        prompt: Prompt,
+        model: str,
+        id: str,
+        created: int,
+        paddings: Iterator[bytes],
+        *,
+        shown: int,
+        scored: bool,
+        echo: str = "",
+        enveloped: bool = False,
+    ) -> None:
+        kinds = "text_completion", "text_completion"
+        chunks = ChunkWriter(prompt, kinds, f"cmpl-{id}", created, model, paddings, enveloped=enveloped)
         self._chunks = chunks
         self.end, self.fail = chunks.end, chunks.fail
         self._shown = shown
@@ -152,57 +165,33 @@ class CompletionsReply:
         return {"index": index, "text": text, "logprobs": scored, "finish_reason": completion.finish}
 
     def _event(self, choice: int, text: str, scored: dict[str, Any] | None, finish: str | None) -> bytes:
-        said = {"index": choice, "text": text, "logprobs": scored, "finish_reason": finish}
-        return self._chunks.event(_encode(said))
+        chunk = {"index": choice, "text": text, "logprobs": scored, "finish_reason": finish}
+        return self._chunks.event(_encode(chunk))
 
 
 def _likelihood(completion: Completion) -> float:
     """The mean log probability of its tokens."""
-    scored = completion.logprobs or []
-    return sum(one.logprob for one in scored) / len(scored) if scored else 0.0
+    return fmean(token.logprob for token in completion.logprobs) if completion.logprobs else 0.0
 
 
 def _scored(chosen: list[ScoredToken], offset: int) -> dict[str, Any]:
     """Columns, one entry for each token; `offset` is where the first stands in the text."""
-    offsets = []
-    for one in chosen:
-        offsets.append(offset)
-        offset += len(one.token)
+    tokens = [scored.token for scored in chosen]
+    top = [{**{other.token: other.logprob for other in one.top}, one.token: one.logprob} for one in chosen]
     return {
-        "tokens": [one.token for one in chosen],
-        "token_logprobs": [one.logprob for one in chosen],
-        "top_logprobs": [
-            {**{other.token: other.logprob for other in one.top}, one.token: one.logprob} for one in chosen
-        ]
-        if any(one.top for one in chosen)
-        else None,
-        "text_offset": offsets,
+        "tokens": tokens,
+        "token_logprobs": [scored.logprob for scored in chosen],
+        "top_logprobs": top if any(scored.top for scored in chosen) else None,
+        "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
     }
 
 
-def chunks_of(
-    prompt: Prompt, model: str, id: str, taken: int, paddings: Iterator[bytes], *, enveloped: bool = False
-) -> ChunkWriter:
-    """What stands around the choices of a completion."""
-    kinds = "text_completion", "text_completion"
-    return ChunkWriter(prompt, kinds, f"cmpl-{id}", taken, model, paddings, enveloped=enveloped)
-
-
-class CompletionsDialect:
+def read_completions(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
     """The dialect of `/v1/completions`."""
-
-    def __init__(self) -> None:
-        self._paddings = sse.paddings()
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
-        assert model is None, "the body names the model"
-        request = decode_body(body, _decoder)
-        prompt = prompt_of(request, drawn_seed)
-        shown, scored = request.n or 1, request.logprobs is not None
-        echo = prompt.text or "" if request.echo else ""
-
-        def reply(model: str, id: str, taken: int) -> CompletionsReply:
-            chunks = chunks_of(prompt, model, id, taken, self._paddings)
-            return CompletionsReply(prompt, chunks, shown=shown, scored=scored, echo=echo)
-
-        return GenerationRequest(request.model, prompt, reply)
+    assert model is None, "the body names the model"
+    request = decode_body(body, _decoder)
+    prompt = completions_prompt(request, drawn_seed)
+    echo = prompt.text or "" if request.echo else ""
+    scored = request.logprobs is not None
+    reply = partial(CompletionsReply, prompt, shown=request.n or 1, scored=scored, echo=echo)
+    return GenerationRequest(request.model, prompt, reply)

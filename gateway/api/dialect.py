@@ -1,9 +1,8 @@
-"""The requests that dialects read bodies into, and the protocol of all dialects. It knows no paths and no JSON."""
+"""The requests that dialects read bodies into, and what a dialect is. It knows no paths and no JSON."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -17,11 +16,11 @@ from gateway.inference.reply import Reply
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A body that asks a model for text, and the answer that is to be written. `reply` takes the model's name, the
-    request's id and the second since 1970 at which it arrived."""
+    request's id, the second since 1970 at which it arrived, and the paddings of its events."""
 
     model: str
     prompt: Prompt
-    reply: Callable[[str, str, int], Reply]
+    reply: Callable[[str, str, int, Iterator[bytes]], Reply]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,9 @@ class BatchResultsRequest:
 
 LiveRequest = GenerationRequest | TokenCountRequest | EmbeddingRequest
 AnyRequest = LiveRequest | BatchRequest | BatchResultsRequest
-
-
-class Dialect(Protocol):
-    """Reads one family of request bodies and writes its answers."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AnyRequest:
-        """`model` is the one that the path names, if any. Raises ApiError."""
-        ...
+# Reads one family of request bodies: the body, the query string, the model that the path names if any, and the seed for
+# a request that names none. Raises ApiError.
+Dialect = Callable[[bytes, bytes, str | None, int], AnyRequest]
 
 
 def draw_seed() -> int:

@@ -70,24 +70,21 @@ class EmbeddingsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder: Final = msgspec.json.Decoder(RunEmbeddingsBody)
 
 
-class RunEmbeddingsDialect:
+def read_run_embeddings(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
     """The dialect of `/ai/run` for models that give vectors."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises ApiError."""
-        assert model is not None, "the path names the model"
-        request = decode_body(body, _decoder)
-        check_same_model(request.model, model)
-        texts = EmbeddingInputs(
-            items=_items(request),
-            scored=request.query is not None,
-            pooling=None if request.pooling is None else Pooling(request.pooling),
-            instruction=request.instruction,
-            truncate=bool(request.truncate_inputs),
-            user=request.user,
-            options=request.options,
-        )
-        return EmbeddingRequest(model, texts, _data if request.contexts is None else _response)
+    assert model is not None, "the path names the model"
+    request = decode_body(body, _decoder)
+    check_same_model(request.model, model)
+    texts = EmbeddingInputs(
+        items=_items(request),
+        scored=request.query is not None,
+        pooling=None if request.pooling is None else Pooling(request.pooling),
+        instruction=request.instruction,
+        truncate=bool(request.truncate_inputs),
+        user=request.user,
+        options=request.options,
+    )
+    return EmbeddingRequest(model, texts, _data if request.contexts is None else _response)
 
 
 def _items(body: RunEmbeddingsBody) -> list[EmbeddingInput]:
@@ -101,15 +98,10 @@ def _items(body: RunEmbeddingsBody) -> list[EmbeddingInput]:
         raise bad_input("'query' goes with 'contexts', which it is compared with; send 'text' for a vector", "query")
     if body.instruction is not None and body.queries is None:
         raise bad_input("'instruction' says what 'queries' are for; leave it out without them", "instruction")
-    query = [] if body.query is None else [EmbeddingInput("query", body.query, InputKind.QUERY)]
-    contexts = [
-        EmbeddingInput(f"contexts[{i}].text", context.text, InputKind.DOCUMENT)
-        for i, context in enumerate(body.contexts or ())
-    ]
     return [
         *embedding_inputs("text", body.text, InputKind.TEXT),
-        *query,
-        *contexts,
+        *embedding_inputs("query", body.query, InputKind.QUERY),
+        *context_inputs(body.contexts or ()),
         *embedding_inputs("queries", body.queries, InputKind.QUERY),
         *embedding_inputs("documents", body.documents, InputKind.DOCUMENT),
     ]
@@ -117,26 +109,24 @@ def _items(body: RunEmbeddingsBody) -> list[EmbeddingInput]:
 
 def embedding_inputs(field: str, texts: str | Sequence[str] | None, kind: InputKind) -> list[EmbeddingInput]:
     """The texts of a field that takes one or several."""
-    if texts is None:
-        return []
     if isinstance(texts, str):
         return [EmbeddingInput(field, texts, kind)]
-    return [EmbeddingInput(f"{field}[{i}]", text, kind) for i, text in enumerate(texts)]
+    return [EmbeddingInput(f"{field}[{i}]", text, kind) for i, text in enumerate(texts or ())]
 
 
-def _data(answer: EmbeddingResult) -> bytes:
-    """The native answer to texts."""
-    return _encode(enveloped(_with_usage("data", answer)))
+def context_inputs(contexts: Sequence[Context]) -> list[EmbeddingInput]:
+    return [EmbeddingInput(f"contexts[{i}].text", each.text, InputKind.DOCUMENT) for i, each in enumerate(contexts)]
+
+
+def _data(answer: EmbeddingResult, name: str = "data") -> bytes:
+    """The native answer to texts: vectors under this name."""
+    fields = {"shape": answer.shape, name: answer.rows, "pooling": answer.pooling, "usage": answer.usage.fields()}
+    return _encode(enveloped(fields))
 
 
 def _response(answer: EmbeddingResult) -> bytes:
     """The native answer to contexts: vectors, or scores where there is a query."""
-    return scores_body(answer) if answer.scores else _encode(enveloped(_with_usage("response", answer)))
-
-
-def _with_usage(name: str, answer: EmbeddingResult) -> dict[str, Any]:
-    fields = {"shape": answer.shape, name: answer.rows, "pooling": answer.pooling}
-    return {**fields, "usage": answer.usage.fields()}
+    return scores_body(answer) if answer.scores else _data(answer, "response")
 
 
 def scores_body(answer: EmbeddingResult) -> bytes:
@@ -151,28 +141,24 @@ def scores_body(answer: EmbeddingResult) -> bytes:
 _openai_decoder: Final = msgspec.json.Decoder(EmbeddingsBody)
 
 
-class EmbeddingsDialect:
+def read_embeddings(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
     """The dialect of `/v1/embeddings`."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises ApiError."""
-        request = decode_body(body, _openai_decoder)
-        texts = EmbeddingInputs(items=_inputs(request.input), dimensions=request.dimensions, user=request.user)
-        return EmbeddingRequest(
-            request.model, texts, _listed, _packed if request.encoding_format == "base64" else json_floats
-        )
+    request = decode_body(body, _openai_decoder)
+    texts = EmbeddingInputs(items=_inputs(request.input), dimensions=request.dimensions, user=request.user)
+    row = _packed if request.encoding_format == "base64" else json_floats
+    return EmbeddingRequest(request.model, texts, _listed, row)
 
 
 def _inputs(items: str | Sequence[str | int | list[int]]) -> list[EmbeddingInput]:
     if isinstance(items, str):
         return [EmbeddingInput("input", items)]
-    ids = [each for each in items if isinstance(each, int)]
+    ids = [item for item in items if isinstance(item, int)]
     if len(ids) == len(items):
         return [EmbeddingInput("input", ids)]
     if len(items) > INPUTS_MAX:
         raise bad_input(f"'input' has {len(items)} texts; send at most {INPUTS_MAX} in a call", "input")
-    inputs = [EmbeddingInput(f"input[{i}]", each) for i, each in enumerate(items) if not isinstance(each, int)]
-    if len({type(item.content) for item in inputs}) > 1 or ids:
+    inputs = [EmbeddingInput(f"input[{i}]", item) for i, item in enumerate(items) if not isinstance(item, int)]
+    if len({type(text.content) for text in inputs}) > 1 or ids:
         raise bad_input("'input' mixes texts and token ids; send one of them, or a list of the same", "input")
     return inputs
 

@@ -3,7 +3,7 @@
 It does not know JSON fields, stores, replicas or how batches are kept.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -38,7 +38,8 @@ BatchHandler = Callable[[Exchange, Caller, Model, BatchRequest | BatchResultsReq
 
 @dataclass(frozen=True, slots=True)
 class InferenceEndpoint:
-    """Answers inference requests; built once, in app.py. `calendar` is seconds since 1970."""
+    """Answers inference requests; built once, in app.py. `calendar` is seconds since 1970; `paddings` are those of all
+    streams."""
 
     context: InferenceContext
     catalogue: Catalogue
@@ -46,6 +47,7 @@ class InferenceEndpoint:
     scrubber: InternedScrubber
     answer_batch: BatchHandler
     calendar: Callable[[], float]
+    paddings: Iterator[bytes]
 
     async def serve(self, exchange: Exchange, caller: Caller, dialect: Dialect, model_name: str | None) -> None:
         """One request, from its body to its settlement. `model_name` is the model that the path names, if any.
@@ -76,7 +78,7 @@ class InferenceEndpoint:
         body: bytes,
         zero_retention: bool,
     ) -> None:
-        request = dialect.read(body, exchange.query, model_name, draw_seed())
+        request = dialect(body, exchange.query, model_name, draw_seed())
         model = self.catalogue.find(request.model)
         if model is None:
             raise errors.no_such_model(request.model)
@@ -89,20 +91,20 @@ class InferenceEndpoint:
         refuse_options(exchange.query)
         in_body = request.texts.options if isinstance(request, EmbeddingRequest) else request.prompt.options
         options = run_options(exchange.headers, exchange.query).joined(in_body)
-        work = work_of(request, model, exchange.request_id, int(self.calendar()))
+        work = self.work_of(request, model, exchange.request_id)
         call = InferenceCall(self.context, work, exchange, caller, model, options, zero_retention=zero_retention)
         async with call.live():
             await work.run(call)
 
-
-def work_of(request: LiveRequest, model: Model, request_id: str, arrived_at: int) -> Work:
-    """What the request asks to be done."""
-    if isinstance(request, EmbeddingRequest):
-        assert model.embedding_spec is not None, "the model writes text"
-        return EmbeddingWork(request, model.embedding_spec)
-    if isinstance(request, TokenCountRequest):
-        return TokenCount(request.prompt, request.render)
-    return TextGeneration(request.prompt, request.reply(request.model, request_id, arrived_at))
+    def work_of(self, request: LiveRequest, model: Model, request_id: str) -> Work:
+        """What the request, which arrives now, asks to be done."""
+        if isinstance(request, EmbeddingRequest):
+            assert model.embedding_spec is not None, "the model writes text"
+            return EmbeddingWork(request, model.embedding_spec)
+        if isinstance(request, TokenCountRequest):
+            return TokenCount(request.prompt, request.render)
+        reply = request.reply(request.model, request_id, int(self.calendar()), self.paddings)
+        return TextGeneration(request.prompt, reply)
 
 
 def check_admission(context: InferenceContext, now: float, caller: Caller, model: Model, name: str) -> None:

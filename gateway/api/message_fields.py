@@ -4,7 +4,6 @@ It does not know sampling or answers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,7 +11,7 @@ from msgspec import Meta
 
 from gateway import errors
 from gateway.api.body_fields import MESSAGES_MAX, ShortText
-from gateway.api.tool_fields import SCHEMA_DEPTH_MAX
+from gateway.api.tool_fields import SCHEMA_DEPTH_MAX, Tool
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
 
@@ -64,23 +63,20 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MESSAGES_MAX)]
 
 
-@dataclass(frozen=True, slots=True)
-class RunPrompt:
-    """The model's input: a text, which `raw` keeps from the chat template, or messages."""
-
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    raw: bool = False
-
-
-def run_prompt(prompt: str | None, messages: list[Message] | None, raw: bool | None) -> RunPrompt:
-    """The one of both that is given. Raises ApiError for none, and for both."""
+def run_messages(
+    prompt: str | None, messages: list[Message] | None, raw: bool | None, tools: Sequence[Tool] | None
+) -> list[dict[str, Any]] | None:
+    """The turns of a body of `/ai/run`; None where it has a prompt in their place. Raises ApiError for none, and for
+    both, and for what goes with one of them only."""
     if (prompt is None) == (messages is None):
         matches = 0 if prompt is None else 2
         raise bad_input(f"oneOf at '/' not met, {matches} matches: send either 'prompt' or 'messages'", "prompt")
     if raw and messages is not None:
         raise bad_input("'raw' skips the chat template and goes with 'prompt' only; leave it out", "raw")
-    return RunPrompt(prompt, None if messages is None else chat_messages(messages), bool(raw))
+    turns = None if messages is None else chat_messages(messages)
+    if tools and turns is None:
+        raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
+    return turns
 
 
 def refuse_lora(lora: object) -> None:
@@ -113,10 +109,8 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
 
 
 def _text(content: str | list[Part] | None, place: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if not isinstance(content, list):
+        return content or ""
     for i, part in enumerate(content):
         if part.type != "text" or part.text is None:
             raise bad_input(f"'{place}[{i}]': only parts of type 'text' are supported; send text", f"{place}[{i}]")
@@ -125,10 +119,9 @@ def _text(content: str | list[Part] | None, place: str) -> str:
 
 def tool_call(call: ToolCall, place: str) -> dict[str, Any]:
     """A call as chat templates read it, its arguments an object. Raises ApiError."""
-    name, arguments = (
-        (call.name, call.arguments) if call.function is None else (call.function.name, call.function.arguments)
-    )
-    if name is None or (call.function is not None and call.name is not None):
+    function = call.function or call
+    arguments = function.arguments
+    if (call.function is None) == (call.name is None):
         raise bad_input(f"'{place}' needs either 'function' or 'name' and 'arguments'", place)
     if isinstance(arguments, str) and arguments:
         try:
@@ -136,5 +129,5 @@ def tool_call(call: ToolCall, place: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             raise bad_input(f"'{place}': the arguments are no JSON; send them as they came", place) from None
     check_depth(arguments, place, SCHEMA_DEPTH_MAX)
-    whole = {"type": "function", "function": {"name": name, "arguments": arguments or {}}}
+    whole = {"type": "function", "function": {"name": function.name, "arguments": arguments or {}}}
     return whole if call.id is None else {"id": call.id, **whole}

@@ -20,8 +20,8 @@ from gateway.api.body_fields import (
     ShortText,
     StopString,
     TopK,
+    constraint_prompt,
     refuse_field,
-    seed_of,
     template_options,
 )
 from gateway.api.conversation import ConversationBuilder
@@ -33,11 +33,10 @@ from gateway.api.tool_fields import (
     Function,
     ToolChoiceField,
     ToolName,
-    with_tools,
+    tool_prompt,
 )
 from gateway.api.tool_fields import Tool as AnyTool
 from gateway.errors import bad_input, no_threads
-from gateway.http import sse
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
 from gateway.inference.response_format import UNCONSTRAINED, schema_constraint
@@ -195,21 +194,23 @@ _asking_decoder: Final = msgspec.json.Decoder(CountTokensBody)
 
 def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises ApiError."""
-    _refuse_unserved(body)
+    tier = None if body.service_tier in ("auto", "standard_only") else body.service_tier
+    refuse_field("service_tier", tier, "send 'auto' or 'standard_only'")
+    refuse_field("inference_geo", body.inference_geo, "where it runs is a setting of the account; leave it out")
+    refuse_field("container", body.container, "there are no containers; leave it out")
+    refuse_field("diagnostics", body.diagnostics, "leave it out")
     if body.thinking is not None and (body.thinking.budget_tokens or 0) >= body.max_tokens:
         raise bad_input(f"'{BUDGET}' is not below 'max_tokens', which bounds thoughts and text together", BUDGET)
-    prompt = messages_prompt(body)
-    sampling = SamplingParams(
-        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
-        top_k=body.top_k or 0,
-        top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
-        seed=seed_of(None, drawn_seed),
-    )
     return msgspec.structs.replace(
-        prompt,
-        sampling=sampling,
+        messages_prompt(body),
+        sampling=SamplingParams(
+            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            top_k=body.top_k or 0,
+            top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
+            seed=drawn_seed,
+        ),
         max_tokens=body.max_tokens,
-        stop=list(body.stop_sequences or ()),
+        stop=body.stop_sequences or [],
         stream=bool(body.stream),
         user=None if body.metadata is None else body.metadata.user_id,
     )
@@ -220,23 +221,20 @@ def messages_prompt(body: CountTokensBody) -> Prompt:
     refuse_field("speed", None if body.speed == "standard" else body.speed, "there is one speed; leave it out")
     if body.thread is not None:
         raise no_threads()
-    output = body.output_config or OutputConfig()
-    constraint = (
-        UNCONSTRAINED
-        if output.format is None
-        else schema_constraint(output.format.schema, "output_config.format.schema")
-    )
-    prompt = Prompt(
-        messages=messages_turns(body),
-        template_options=template_options(_thinking(body.thinking), output.effort),
-        grammar=constraint.grammar,
-        grammar_field=constraint.field,
-        json=constraint.json,
-        field_names=FIELD_NAMES,
-    )
+    output, choice = body.output_config or OutputConfig(), body.tool_choice
+    constraint = UNCONSTRAINED
+    if output.format is not None:
+        constraint = schema_constraint(output.format.schema, "output_config.format.schema")
+    messages = messages_turns(body)
+    options = template_options(_thinking(body.thinking), output.effort)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    choice = body.tool_choice
-    return with_tools(prompt, tools, _choice(choice), parallel=choice is None or not choice.disable_parallel_tool_use)
+    return Prompt(
+        messages=messages,
+        template_options=options,
+        field_names=FIELD_NAMES,
+        **constraint_prompt(constraint),
+        **tool_prompt(tools, _choice(choice), choice is None or not choice.disable_parallel_tool_use),
+    )
 
 
 def messages_turns(body: CountTokensBody) -> list[dict[str, Any]]:
@@ -247,7 +245,7 @@ def messages_turns(body: CountTokensBody) -> list[dict[str, Any]]:
     conversation = ConversationBuilder()
     if body.system:
         conversation.add_text("system", _text(body.system))
-    for role, messages in groupby(enumerate(body.messages), key=lambda one: one[1].role):
+    for role, messages in groupby(enumerate(body.messages), key=lambda placed: placed[1].role):
         texts: dict[int, str] = {}  # by message: those in a row are one text
         for i, message in messages:
             for j, block in enumerate(_blocks(message)):
@@ -317,35 +315,20 @@ def _thinking(thinking: Thinking | None) -> dict[str, Any]:
     return {} if thinking.type == "adaptive" else {"enable_thinking": thinking.type == "enabled"}
 
 
-def _refuse_unserved(body: MessagesBody) -> None:
-    tier = None if body.service_tier in ("auto", "standard_only") else body.service_tier
-    refuse_field("service_tier", tier, "send 'auto' or 'standard_only'")
-    refuse_field("inference_geo", body.inference_geo, "where it runs is a setting of the account; leave it out")
-    refuse_field("container", body.container, "there are no containers; leave it out")
-    refuse_field("diagnostics", body.diagnostics, "leave it out")
-
-
-class MessagesDialect:
+def read_messages(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
     """The dialect of `/v1/messages`."""
-
-    def __init__(self) -> None:
-        self._paddings = sse.paddings()
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
-        assert model is None, "the body names the model"
-        request = decode_body(body, _decoder)
-        prompt = parse(request, drawn_seed)
-        omitted = request.thinking is not None and request.thinking.display == "omitted"
-        return GenerationRequest(
-            request.model,
-            prompt,
-            lambda model, id, _: MessagesReply(model, id, self._paddings, shows_thoughts=not omitted),
-        )
+    assert model is None, "the body names the model"
+    request = decode_body(body, _decoder)
+    prompt = parse(request, drawn_seed)
+    shows_thoughts = request.thinking is None or request.thinking.display != "omitted"
+    return GenerationRequest(
+        request.model,
+        prompt,
+        lambda model, id, _, paddings: MessagesReply(model, id, paddings, shows_thoughts=shows_thoughts),
+    )
 
 
-class CountTokensDialect:
+def read_count_tokens(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
     """The dialect of `/v1/messages/count_tokens`."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
-        request = decode_body(body, _asking_decoder)
-        return TokenCountRequest(request.model, messages_prompt(request))
+    request = decode_body(body, _asking_decoder)
+    return TokenCountRequest(request.model, messages_prompt(request))

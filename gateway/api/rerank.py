@@ -3,16 +3,24 @@ Cohere have it. It knows no accounts and no replicas.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from gateway.api.body_fields import ShortText, check_same_model, refuse_field
-from gateway.api.embeddings import Context, Contexts, EmbeddingText, input_usage, scores_body
+from gateway.api.embeddings import (
+    Context,
+    Contexts,
+    EmbeddingText,
+    context_inputs,
+    embedding_inputs,
+    input_usage,
+    scores_body,
+)
 from gateway.http.json_body import decode_body
 from gateway.inference.embedding_types import (
-    EmbeddingInput,
     EmbeddingInputs,
     EmbeddingRequest,
     EmbeddingResult,
@@ -56,60 +64,46 @@ _decoder: Final = msgspec.json.Decoder(RunRerankBody)
 _documents_decoder: Final = msgspec.json.Decoder(RerankBody)
 
 
-class RunRerankDialect:
+def read_run_rerank(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
     """The dialect of `/ai/run` for models that score."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises ApiError."""
-        assert model is not None, "the path names the model"
-        request = decode_body(body, _decoder)
-        check_same_model(request.model, model)
-        documents = [(f"contexts[{i}].text", context.text) for i, context in enumerate(request.contexts)]
-        texts = EmbeddingInputs(
-            items=_items(request.query, documents),
-            scored=True,
-            best=len(documents) if request.top_k is None else request.top_k,
-            truncate=bool(request.truncate_inputs),
-            user=request.user,
-            options=request.options,
-        )
-        return EmbeddingRequest(model, texts, scores_body)
+    assert model is not None, "the path names the model"
+    request = decode_body(body, _decoder)
+    check_same_model(request.model, model)
+    texts = EmbeddingInputs(
+        items=[*embedding_inputs("query", request.query, InputKind.QUERY), *context_inputs(request.contexts)],
+        scored=True,
+        best=len(request.contexts) if request.top_k is None else request.top_k,
+        truncate=bool(request.truncate_inputs),
+        user=request.user,
+        options=request.options,
+    )
+    return EmbeddingRequest(model, texts, scores_body)
 
 
-class RerankDialect:
+def read_rerank(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
     """The dialect of `/v1/rerank`. Models that give vectors serve it too: their scores are cosines."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> EmbeddingRequest:
-        """Raises ApiError."""
-        request = decode_body(body, _documents_decoder)
-        for field in ("max_chunks_per_doc", "max_tokens_per_doc"):
-            refuse_field(field, getattr(request, field), "set 'truncate_inputs' to have long documents cut")
-        refuse_field("rank_fields", request.rank_fields, "send the documents as texts")
-        documents = [each if isinstance(each, str) else each.text for each in request.documents]
-        texts = EmbeddingInputs(
-            items=_items(request.query, [(f"documents[{i}]", text) for i, text in enumerate(documents)]),
-            scored=True,
-            best=len(documents) if request.top_n is None else request.top_n,
-            truncate=bool(request.truncate_inputs),
-            user=request.user,
-        )
-        shown = documents if request.return_documents else None
-        return EmbeddingRequest(request.model, texts, lambda answer: _results(answer, shown))
+    request = decode_body(body, _documents_decoder)
+    for field in ("max_chunks_per_doc", "max_tokens_per_doc"):
+        refuse_field(field, getattr(request, field), "set 'truncate_inputs' to have long documents cut")
+    refuse_field("rank_fields", request.rank_fields, "send the documents as texts")
+    documents = [document if isinstance(document, str) else document.text for document in request.documents]
+    query_inputs = embedding_inputs("query", request.query, InputKind.QUERY)
+    texts = EmbeddingInputs(
+        items=[*query_inputs, *embedding_inputs("documents", documents, InputKind.DOCUMENT)],
+        scored=True,
+        best=len(documents) if request.top_n is None else request.top_n,
+        truncate=bool(request.truncate_inputs),
+        user=request.user,
+    )
+    return EmbeddingRequest(request.model, texts, partial(_results, documents if request.return_documents else None))
 
 
-def _items(query: str, documents: Sequence[tuple[str, str]]) -> list[EmbeddingInput]:
-    return [
-        EmbeddingInput("query", query, InputKind.QUERY),
-        *(EmbeddingInput(place, text, InputKind.DOCUMENT) for place, text in documents),
-    ]
-
-
-def _results(answer: EmbeddingResult, documents: Sequence[str] | None) -> bytes:
+def _results(documents: Sequence[str] | None, answer: EmbeddingResult) -> bytes:
     """`results`, best first, with the documents' texts where they are to be shown."""
-    results = []
+    results: list[dict[str, Any]] = []
     for score in answer.scores:
-        result: dict[str, Any] = {"index": score.index, "relevance_score": score.value}
-        shown = {} if documents is None else {"document": {"text": documents[score.index]}}
-        results.append({**result, **shown})
+        results.append({"index": score.index, "relevance_score": score.value})
+        if documents is not None:
+            results[-1]["document"] = {"text": documents[score.index]}
     usage = input_usage(answer)
     return _encode({"id": answer.request_id, "model": answer.model, "results": results, "usage": usage})

@@ -19,9 +19,9 @@ from gateway.api.body_fields import (
     Probability,
     ReasoningEffort,
     ShortText,
+    constraint_prompt,
     refuse_field,
     refuse_unless,
-    seed_of,
     template_options,
 )
 from gateway.api.conversation import ConversationBuilder
@@ -35,17 +35,16 @@ from gateway.api.tool_fields import (
     Function,
     ToolChoiceField,
     ToolName,
-    with_tools,
+    tool_prompt,
 )
 from gateway.api.tool_fields import Tool as AnyTool
 from gateway.errors import bad_input
-from gateway.http import sse
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
 from gateway.inference.response_format import UNCONSTRAINED, ResponseConstraint, schema_constraint
 
 TEMPERATURE_DEFAULT: Final = 1.0
-RESPONSES_FIELD_NAMES: Final = {
+FIELD_NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -270,15 +269,14 @@ def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
         raise bad_input("'top_logprobs' goes with 'include': ['message.output_text.logprobs']", "top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
-    sampling = SamplingParams(
-        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
-        seed=seed_of(None, drawn_seed),
-        logprobs=(body.top_logprobs or 0) if scored else None,
-    )
     return msgspec.structs.replace(
         responses_prompt(body),
-        sampling=sampling,
+        sampling=SamplingParams(
+            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
+            seed=drawn_seed,
+            logprobs=(body.top_logprobs or 0) if scored else None,
+        ),
         max_tokens=body.max_output_tokens,
         stream=bool(body.stream),
         padded=body.stream_options is None or body.stream_options.include_obfuscation is not False,
@@ -289,8 +287,8 @@ def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
 def responses_prompt(body: ResponsesFields) -> Prompt:
     """The model's input, and what it may answer, without its sampling. Raises ApiError."""
     refuse_unless("truncation", body.truncation, (None, "disabled"), "shorten 'input' yourself")
-    refuse_unless("previous_response_id", body.previous_response_id, (None,), STORED)
-    refuse_unless("conversation", body.conversation, (None,), STORED)
+    refuse_field("previous_response_id", body.previous_response_id, STORED)
+    refuse_field("conversation", body.conversation, STORED)
     text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
     refuse_unless("text.verbosity", text.verbosity, (None, "medium"), "ask for it in 'instructions'")
     refuse_unless("reasoning.summary", reasoning.summary, (None, "auto"), WHOLE)
@@ -298,16 +296,16 @@ def responses_prompt(body: ResponsesFields) -> Prompt:
     refuse_unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
     refuse_unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
     constraint = _constraint(text.format)
-    prompt = Prompt(
-        messages=responses_turns(body),
-        template_options=template_options(None, reasoning.effort),
-        grammar=constraint.grammar,
-        grammar_field=constraint.field,
-        json=constraint.json,
-        field_names=RESPONSES_FIELD_NAMES,
-    )
+    messages = responses_turns(body)
+    options = template_options(None, reasoning.effort)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
-    return with_tools(prompt, tools, _choice(body.tool_choice), parallel=body.parallel_tool_calls is not False)
+    return Prompt(
+        messages=messages,
+        template_options=options,
+        field_names=FIELD_NAMES,
+        **constraint_prompt(constraint),
+        **tool_prompt(tools, _choice(body.tool_choice), body.parallel_tool_calls),
+    )
 
 
 def _refuse_unserved(body: ResponsesBody) -> None:
@@ -316,12 +314,12 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     refuse_unless("prompt_cache_retention", body.prompt_cache_retention, (None, "in_memory"), "leave it out")
     refuse_unless("prompt_cache_options", body.prompt_cache_options, (None, {"mode": "implicit"}), "leave it out")
     refuse_unless("background", body.background, (None, False), "wait for the answer, or stream it")
-    refuse_unless("background_options", body.background_options, (None,), "wait for the answer, or stream it")
-    refuse_unless("prompt", body.prompt, (None,), "send its text in 'instructions' or 'input'")
-    refuse_unless("max_tool_calls", body.max_tool_calls, (None,), "there are no built-in tools; leave it out")
+    refuse_field("background_options", body.background_options, "wait for the answer, or stream it")
+    refuse_field("prompt", body.prompt, "send its text in 'instructions' or 'input'")
+    refuse_field("max_tool_calls", body.max_tool_calls, "there are no built-in tools; leave it out")
     refuse_unless("context_management", body.context_management, (None, []), "shorten 'input' yourself")
     for field in ("moderation", "access_programs", "image"):
-        refuse_unless(field, getattr(body, field), (None,), "leave it out")
+        refuse_field(field, getattr(body, field), "leave it out")
 
 
 def responses_turns(body: ResponsesFields) -> list[dict[str, Any]]:
@@ -397,29 +395,6 @@ def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> ResponseC
             return UNCONSTRAINED
 
 
-class ResponsesDialect:
-    """The dialect of `/v1/responses`."""
-
-    def __init__(self) -> None:
-        self._paddings = sse.paddings()
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
-        assert model is None, "the body names the model"
-        request = decode_body(body, _decoder)
-        prompt = parse(request, drawn_seed)
-        reply = partial(ResponsesReply, echo_fields(request), prompt, self._paddings)
-        return GenerationRequest(request.model, prompt, reply)
-
-
-class InputTokensDialect:
-    """The dialect of `/v1/responses/input_tokens`."""
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
-        request = decode_body(body, _count_decoder)
-        refuse_unless("personality", request.personality, (None,), "say it in 'instructions'")
-        return TokenCountRequest(request.model, responses_prompt(request), {"object": "response.input_tokens"})
-
-
 def echo_fields(body: ResponsesBody) -> dict[str, Any]:
     """The fields of the request that the answer repeats, and the defaults of those that it left out."""
     text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
@@ -445,3 +420,18 @@ def echo_fields(body: ResponsesBody) -> dict[str, Any]:
         "service_tier": "default",
         "truncation": "disabled",
     }
+
+
+def read_responses(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
+    """The dialect of `/v1/responses`."""
+    assert model is None, "the body names the model"
+    request = decode_body(body, _decoder)
+    prompt = parse(request, drawn_seed)
+    return GenerationRequest(request.model, prompt, partial(ResponsesReply, echo_fields(request), prompt))
+
+
+def read_input_tokens(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> TokenCountRequest:
+    """The dialect of `/v1/responses/input_tokens`."""
+    request = decode_body(body, _count_decoder)
+    refuse_field("personality", request.personality, "say it in 'instructions'")
+    return TokenCountRequest(request.model, responses_prompt(request), {"object": "response.input_tokens"})

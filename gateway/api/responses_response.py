@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from gateway.api.chunks import scored_token
 from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import message_with_id
@@ -75,10 +76,10 @@ class ResponsesReply:
         self,
         echoed: dict[str, Any],
         prompt: Prompt,
-        paddings: Iterator[bytes],
         model: str,
         request_id: str,
         created: int,
+        paddings: Iterator[bytes],
     ) -> None:
         self._paddings = paddings if prompt.padded else None
         self._request_id = request_id
@@ -98,7 +99,7 @@ class ResponsesReply:
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         if self._item is not None and self._item.kind == "message" and not logprobs:
             return self._piece(text, b',"logprobs":[]')  # most events of most streams
-        self._waiting += [_chosen(one) for one in logprobs]
+        self._waiting += [scored_token(token) for token in logprobs]
         if not text and (self._item is None or self._item.kind != "message"):
             return b""
         opened = self._begin("message")
@@ -221,11 +222,3 @@ def _code(refusal: ApiError) -> str:
     if refusal.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if refusal.status >= 500 else "invalid_prompt"
-
-
-def _chosen(one: ScoredToken) -> dict[str, Any]:
-    return {**_scored(one), "top_logprobs": [_scored(other) for other in one.top]}
-
-
-def _scored(one: ScoredToken) -> dict[str, Any]:
-    return {"token": one.token, "logprob": one.logprob, "bytes": list(one.raw)}

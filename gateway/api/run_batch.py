@@ -76,7 +76,7 @@ def check_item(batch: BatchRequest, index: int) -> tuple[bytes, str | None]:
         fields = decode_body(bytes(batch.requests[index]), _requests)
         reference = _reference(fields.pop("external_reference", None))
         body = msgspec.json.encode(fields)
-        _refuse_unqueued(batch.dialect.read(body, b"", batch.model, 0))
+        _refuse_unqueued(batch.dialect(body, b"", batch.model, 0))
     except ApiError as refusal:
         raise _placed(refusal, f"requests[{index}]") from None
     return body, reference

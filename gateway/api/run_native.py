@@ -21,13 +21,13 @@ from gateway.api.body_fields import (
     only,
     refuse_field,
     refuse_unless,
-    sampled_prompt,
+    sampling_prompt,
     template_options,
 )
 from gateway.api.dialect import GenerationRequest
-from gateway.api.message_fields import Messages, refuse_lora, run_prompt
-from gateway.api.tool_fields import ToolChoiceField, Tools, with_tools
-from gateway.errors import ApiError, bad_input
+from gateway.api.message_fields import Messages, refuse_lora, run_messages
+from gateway.api.tool_fields import ToolChoiceField, Tools, tool_prompt
+from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import envelope
 from gateway.http.json_body import decode_body
@@ -70,28 +70,26 @@ class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fi
 _decoder: Final = msgspec.json.Decoder(RunNativeBody)
 
 
-def prompt_of(body: RunNativeBody, drawn_seed: int) -> Prompt:
+def native_prompt(body: RunNativeBody, drawn_seed: int) -> Prompt:
     """What a body of `/ai/run` asks for. Raises ApiError."""
     _refuse_unserved(body)
-    given = run_prompt(body.prompt, body.messages, body.raw)
-    if body.tools and body.messages is None:
-        raise bad_input("'tools' go with 'messages' only; send the prompt as a user's message", "tools")
-    prompt = Prompt(
-        text=given.text,
-        messages=given.messages,
-        raw=given.raw,
+    return Prompt(
+        text=body.prompt,
+        messages=run_messages(body.prompt, body.messages, body.raw, body.tools),
+        raw=bool(body.raw),
         template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
         max_tokens=max_tokens_of(body.max_tokens, body.max_completion_tokens) or MAX_TOKENS_DEFAULT,
+        stream=bool(body.stream),
         include_usage=True,
         options=body.options,
-    )
-    return sampled_prompt(
-        with_tools(prompt, body.tools, body.tool_choice, parallel=body.parallel_tool_calls is not False),
-        body,
-        drawn_seed,
-        temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
-        top_p=body.top_p,
-        seed=body.seed,
+        **tool_prompt(body.tools, body.tool_choice, body.parallel_tool_calls),
+        **sampling_prompt(
+            body,
+            drawn_seed,
+            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+        ),
     )
 
 
@@ -178,15 +176,10 @@ def _calls(uses: list[ToolUse]) -> list[dict[str, Any]]:
     return calls
 
 
-class RunNativeDialect:
+def read_run_native(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
     """The dialect of `/ai/run`."""
-
-    def __init__(self) -> None:
-        self._paddings = sse.paddings()
-
-    def read(self, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
-        assert model is not None, "the path names the model"
-        request = decode_body(body, _decoder)
-        check_same_model(request.model, model)
-        prompt = prompt_of(request, drawn_seed)
-        return GenerationRequest(model, prompt, lambda *_: NativeReply(self._paddings, document=prompt.json))
+    assert model is not None, "the path names the model"
+    request = decode_body(body, _decoder)
+    check_same_model(request.model, model)
+    prompt = native_prompt(request, drawn_seed)
+    return GenerationRequest(model, prompt, lambda *answer: NativeReply(answer[-1], document=prompt.json))

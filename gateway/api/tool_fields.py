@@ -11,7 +11,6 @@ from msgspec import Meta
 
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
-from gateway.inference.prompt import Prompt
 from gateway.tool_parsers.tool_schema import ToolSelection
 
 TOOLS_MAX: Final = 128
@@ -115,14 +114,15 @@ def _name_of(one: ChosenTool | AllowedTool, place: str) -> str:
     return one.name if one.function is None else one.function.name  # type: ignore[return-value]
 
 
-def with_tools(
-    prompt: Prompt, tools: Sequence[Tool] | None, choice: ToolChoiceField | None, *, parallel: bool
-) -> Prompt:
-    """The prompt with these tools. `parallel` allows several calls in one answer. Raises ApiError."""
+def tool_prompt(tools: Sequence[Tool] | None, choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:
+    """The fields of a Prompt with these tools. `parallel` False allows one call in an answer. Raises ApiError."""
     definitions, selection = select_tools(tool_definitions(tools), choice)
-    return msgspec.structs.replace(
-        prompt, tools=definitions, tool_choice=selection, parallel_calls=parallel, strict_calls=strict(tools)
-    )
+    return {
+        "tools": definitions,
+        "tool_choice": selection,
+        "parallel_calls": parallel is not False,
+        "strict_calls": any(tool.strict or (tool.function and tool.function.strict) for tool in tools or ()),
+    }
 
 
 def tool_definitions(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
@@ -139,19 +139,11 @@ def tool_definitions(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | Non
     return whole
 
 
-def strict(tools: Sequence[Tool] | None) -> bool:
-    """Whether a tool asks that its arguments be held to its schema."""
-    return any(tool.strict or (tool.function is not None and tool.function.strict) for tool in tools or ())
-
-
 def _tool(tool: Tool, place: str) -> dict[str, Any]:
-    flat = tool.name is not None
-    if flat == (tool.function is not None):
+    if (tool.name is None) == (tool.function is None):
         raise bad_input(f"'{place}' needs either 'function' or 'name' with 'description' and 'parameters'", place)
-    name = tool.name if flat else tool.function.name  # type: ignore[union-attr]
-    description = tool.description if flat else tool.function.description  # type: ignore[union-attr]
-    parameters = tool.parameters if flat else tool.function.parameters  # type: ignore[union-attr]
-    check_depth(parameters, f"{place}.parameters", SCHEMA_DEPTH_MAX)
-    function: dict[str, Any] = {"name": name, "description": description or ""}
-    function["parameters"] = parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+    function = tool.function or tool
+    check_depth(function.parameters, f"{place}.parameters", SCHEMA_DEPTH_MAX)
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    described = {"name": function.name, "description": function.description or "", "parameters": parameters}
+    return {"type": "function", "function": described}

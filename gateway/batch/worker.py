@@ -21,7 +21,7 @@ from cryptography.exceptions import InvalidTag
 
 from gateway import errors
 from gateway.api.dialect import BatchRequest, BatchResultsRequest, Dialect, draw_seed
-from gateway.api.endpoint import InferenceEndpoint, check_admission, work_of
+from gateway.api.endpoint import InferenceEndpoint, check_admission
 from gateway.batch.background_exchange import BackgroundExchange
 from gateway.batch.concurrency import ConcurrencyController
 from gateway.batch.encryption import BatchEncryption, StoredRequest
@@ -232,10 +232,10 @@ class BatchWorker:
         check_admission(self._context, now, caller, model, model.name)
         if item.tries > TRIES_MAX:
             raise errors.failed(f"it broke off {TRIES_MAX} times; send it again, or change it")
-        request = self._dialect.read(stored.body, b"", model.name, draw_seed())
+        request = self._dialect(stored.body, b"", model.name, draw_seed())
         assert not isinstance(request, BatchRequest | BatchResultsRequest), "a batch holds no batches"
         options = RunOptions(tags=stored.tags, metadata=stored.metadata, background=True)
-        work = work_of(request, model, item.request_id, int(now))
+        work = self._endpoint.work_of(request, model, item.request_id)
         return InferenceCall(self._context, work, exchange, caller, model, options)
 
     async def _serve(self, call: InferenceCall) -> ApiError | None:

@@ -1,5 +1,5 @@
-"""Calls that are JSON objects. Hermes and Qwen put each in tags of its own; Llama 3 writes `parameters` for `arguments`,
-"; " between calls, and perhaps a tag before; Ember, and many a small model of other families, writes one a line."""
+"""Calls that are JSON objects. Hermes and Qwen put each in tags of its own, Llama 3 has `parameters` for `arguments`,
+"; " between calls, perhaps a tag before; Ember, and many a small model of other families, writes one a line."""
 
 from collections.abc import Mapping
 from typing import Final

@@ -10,6 +10,7 @@ from gateway.api.routes import dialect_routes
 from gateway.catalogue.catalogue import Catalogue, open_catalogue
 from gateway.config import load_config
 from gateway.errors import ApiError
+from gateway.http import sse
 from gateway.inference.run_options import run_options
 from gateway.text.tokenizer import TokenizationError
 
@@ -173,14 +174,14 @@ def read(path: str, query: bytes, body: bytes) -> bool:
     """Whether it is what may be asked: then its text is encoded too. Any error but a refusal comes through."""
     try:
         run_options({}, query)
-        asked = DIALECTS[path].read(body, query, None, 7)
+        asked = DIALECTS[path](body, query, None, 7)
         if not isinstance(asked, GenerationRequest):
             return True
         prompt, text = asked.prompt, MODEL.tokenizer
         options = {name: value for name, value in prompt.template_options.items() if name in text.template_options}
         if prompt.messages is not None and prompt.length < 4096:
             text.encode_chat(prompt.messages, prompt.tools, options=options)
-        asked.reply(MODEL.name, "id", 7)
+        asked.reply(MODEL.name, "id", 7, sse.paddings())
     except ApiError as refusal:
         if not 400 <= refusal.status < 500 or not refusal.message:
             raise

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gateway.api.dialect import GenerationRequest
+from gateway.http import sse
 from gateway.inference.reply import Reply, ToolUse, Usage
 from tests.fuzz.bodies import DIALECTS, MODEL, SCHEMA
 
@@ -54,9 +55,9 @@ class Told:
 
 
 def reply_of(path: str) -> Reply:
-    asked = DIALECTS[path].read(json.dumps(STREAMED[path]).encode(), b"", None, 7)
+    asked = DIALECTS[path](json.dumps(STREAMED[path]).encode(), b"", None, 7)
     assert isinstance(asked, GenerationRequest)
-    return asked.reply(MODEL.name, "0000-id", 1_800_000_000)
+    return asked.reply(MODEL.name, "0000-id", 1_800_000_000, sse.paddings())
 
 
 def written(path: str, data: bytes) -> tuple[bytes, Told]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from gateway.api.chat import ChatBody, ChatDialect, ChatReply, chunks_of
+from gateway.api.chat import ChatBody, ChatReply, read_chat
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
@@ -15,7 +15,7 @@ HELLO: dict[str, Any] = {"model": "@cf/test/stub", "messages": [{"role": "user",
 
 
 def parsed(**fields: Any) -> Prompt:
-    asked = ChatDialect().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
+    asked = read_chat(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
     assert asked.model == "@cf/test/stub"
     return asked.prompt
 
@@ -28,7 +28,7 @@ def refusal(**fields: Any) -> ApiError:
 
 
 def reply(prompt: Prompt) -> ChatReply:
-    return ChatReply(prompt, chunks_of(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc")))
+    return ChatReply(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc"))
 
 
 def events(raw: bytes) -> list[Any]:

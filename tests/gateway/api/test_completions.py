@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from gateway.api.completions import CompletionsBody, CompletionsDialect, CompletionsReply, chunks_of
+from gateway.api.completions import CompletionsBody, CompletionsReply, read_completions
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, Usage
@@ -15,7 +15,7 @@ HELLO: dict[str, Any] = {"model": "@cf/test/stub", "prompt": "hello"}
 
 
 def parsed(**fields: Any) -> Prompt:
-    asked = CompletionsDialect().read(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
+    asked = read_completions(json.dumps({**HELLO, **fields}).encode(), b"", None, 77)
     assert asked.model == "@cf/test/stub"
     return asked.prompt
 
@@ -28,8 +28,8 @@ def refusal(**fields: Any) -> ApiError:
 
 
 def reply(prompt: Prompt, **options: Any) -> CompletionsReply:
-    chunks = chunks_of(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc"))
-    return CompletionsReply(prompt, chunks, **{"shown": prompt.n, "scored": False, **options})
+    options = {"shown": prompt.n, "scored": False, **options}
+    return CompletionsReply(prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc"), **options)
 
 
 def events(raw: bytes) -> list[Any]:

@@ -19,7 +19,7 @@ from anthropic.types.beta.message_create_params import MessageCreateParamsStream
 from anthropic.types.message_create_params import MessageCreateParamsStreaming
 
 from engine.protocol.types import GrammarKind
-from gateway.api.messages_request import CountTokensDialect, MessagesDialect
+from gateway.api.messages_request import read_count_tokens, read_messages
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.tool_parsers.tool_schema import ToolSelection
@@ -38,7 +38,7 @@ HEADERS = {"betas", "user_profile_id", "workspace_id"}
 
 def parsed(**fields: Any) -> Prompt:
     body = {"model": MODEL, "max_tokens": 2000, "messages": [HELLO], **fields}
-    asked = MessagesDialect().read(json.dumps(body).encode(), b"", None, 77)
+    asked = read_messages(json.dumps(body).encode(), b"", None, 77)
     assert asked.model == MODEL
     return asked.prompt
 
@@ -110,12 +110,12 @@ def test_a_count_takes_what_a_model_reads_and_nothing_else() -> None:
     fields = MessageCountTokensParams.__annotations__.keys() - HEADERS
     known = {**HONOURED, **SERVED_ANYWAY, "tool_choice": {"type": "none"}}
     body = {"model": MODEL, "messages": [HELLO], **{field: known[field] for field in fields}}
-    counted = CountTokensDialect().read(json.dumps(body).encode(), b"", None, 77)
+    counted = read_count_tokens(json.dumps(body).encode(), b"", None, 77)
     assert counted.prompt.messages == parsed(messages=known["messages"], system="be brief").messages
     assert counted.render(5) == b'{"input_tokens":5}'
     for field in known.keys() - fields:
         with pytest.raises(ApiError) as raised:
-            CountTokensDialect().read(json.dumps({**body, field: known[field]}).encode(), b"", None, 77)
+            read_count_tokens(json.dumps({**body, field: known[field]}).encode(), b"", None, 77)
         assert raised.value.param == field
 
 

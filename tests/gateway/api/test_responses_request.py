@@ -1,4 +1,5 @@
 import json
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from openai.types.shared_params import Reasoning
 
 from engine.protocol.types import GrammarKind
 from gateway.api.dialect import GenerationRequest
-from gateway.api.responses_request import InputTokensDialect, ResponsesDialect
+from gateway.api.responses_request import read_input_tokens, read_responses
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.tool_parsers.tool_schema import ToolSelection
@@ -31,7 +32,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 
 def read(**fields: Any) -> GenerationRequest:
     body = {"model": MODEL, "input": "hello", **fields}
-    asked = ResponsesDialect().read(json.dumps(body).encode(), b"", None, 77)
+    asked = read_responses(json.dumps(body).encode(), b"", None, 77)
     assert asked.model == MODEL
     return asked
 
@@ -42,7 +43,9 @@ def parsed(**fields: Any) -> Prompt:
 
 def said(**fields: Any) -> dict[str, Any]:
     """The answer's first event: all that it says again."""
-    raw = read(**fields).reply(MODEL, "the-id", 1).begin(0, 0).partition(b"data: ")[2].partition(b"\n")[0]
+    raw = (
+        read(**fields).reply(MODEL, "the-id", 1, repeat(b"abc")).begin(0, 0).partition(b"data: ")[2].partition(b"\n")[0]
+    )
     found: dict[str, Any] = json.loads(raw)["response"]
     return found
 
@@ -126,7 +129,7 @@ def test_every_field_of_a_count_is_honoured_or_refused_by_name() -> None:
     for field in fields:
         body = {"model": MODEL, "input": "hello", "tools": [RAIN], field: known[field]}
         try:
-            InputTokensDialect().read(json.dumps(body).encode(), b"", None, 77)
+            read_input_tokens(json.dumps(body).encode(), b"", None, 77)
         except ApiError as told:
             refused.add(told.param)
     assert refused == {"personality", "truncation", "previous_response_id", "conversation"}

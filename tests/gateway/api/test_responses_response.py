@@ -22,7 +22,7 @@ RAIN = ToolUse("call_1", "rain", '{"in":"Rome"}')
 def reply(*, padded: bool = True, **asked: Any) -> ResponsesReply:
     body = ResponsesBody(model="@cf/test/stub", input="hello", **asked)
     prompt = Prompt(text="hello", sampling=SamplingParams(), stop=[], padded=padded)
-    return ResponsesReply(echo_fields(body), prompt, repeat(b"abc"), "@cf/test/stub", "the-id", 1_700_000_000)
+    return ResponsesReply(echo_fields(body), prompt, "@cf/test/stub", "the-id", 1_700_000_000, repeat(b"abc"))
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:

@@ -1,10 +1,11 @@
 import json
+from itertools import repeat
 from typing import Any
 
 import pytest
 
 from gateway.api.dialect import GenerationRequest
-from gateway.api.run_chat import RunChatDialect
+from gateway.api.run_chat import read_run_chat
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, Usage
@@ -15,7 +16,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def read(query: bytes = b"", **fields: Any) -> GenerationRequest:
-    return RunChatDialect().read(json.dumps(fields).encode(), query, MODEL, 77)
+    return read_run_chat(json.dumps(fields).encode(), query, MODEL, 77)
 
 
 def parsed(**fields: Any) -> Prompt:
@@ -72,17 +73,19 @@ def test_an_adapter_is_what_no_model_takes() -> None:
 def test_the_result_is_a_completion_of_what_was_given(given: dict[str, Any], kind: str) -> None:
     asked = read(**given, logprobs=True)
     chosen = [ScoredToken("hi", b"hi", -0.5)]
-    whole = json.loads(asked.reply(MODEL, "the-id", 5).whole([Completion("hi", "stop", [], chosen)], USAGE))
+    whole = json.loads(
+        asked.reply(MODEL, "the-id", 5, repeat(b"abc")).whole([Completion("hi", "stop", [], chosen)], USAGE)
+    )
     assert list(whole) == ["result", "success", "errors", "messages"]
     assert (whole["result"]["object"], whole["result"]["usage"]["neurons"]) == (kind, 0.25)
     assert whole["result"]["choices"][0]["logprobs"]
-    last, done = asked.reply(MODEL, "the-id", 5).end(USAGE).split(b"\n\n")[:2]
+    last, done = asked.reply(MODEL, "the-id", 5, repeat(b"abc")).end(USAGE).split(b"\n\n")[:2]
     assert json.loads(last[6:])["response"] == ""
     assert done == b"data: [DONE]"
 
 
 def test_its_errors_are_the_envelopes() -> None:
-    answer = read(messages=MESSAGES).reply(MODEL, "the-id", 5)
+    answer = read(messages=MESSAGES).reply(MODEL, "the-id", 5, repeat(b"abc"))
     error, done = answer.fail(refusal(), "the-id").split(b"\n\n")[:2]
     assert list(json.loads(error[6:])) == ["errors", "success", "result", "messages"]
     assert done == b"data: [DONE]"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine.protocol.types import Grammar, GrammarKind
-from gateway.api.run_native import NativeReply, RunNativeDialect
+from gateway.api.run_native import NativeReply, read_run_native
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ToolUse, Usage
@@ -18,7 +18,7 @@ HELLO: dict[str, Any] = {"prompt": "hello"}
 
 
 def parsed(body: dict[str, Any], query: bytes = b"") -> Prompt:
-    asked = RunNativeDialect().read(json.dumps(body).encode(), query, MODEL, 77)
+    asked = read_run_native(json.dumps(body).encode(), query, MODEL, 77)
     assert asked.model == MODEL
     return asked.prompt
 

@@ -11,18 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from gateway.api import embeddings, rerank, run_chat, run_native
+from gateway.api.routes import RUN_FAMILIES
 from gateway.errors import ApiError
 from gateway.listing import schemas
 from tests.support.served_gateway import looped, served
 from tests.support.stub_replica import MODEL
 
-READERS = {
-    "native": run_native.RunNativeDialect(),
-    "chat": run_chat.RunChatDialect(),
-    "embeddings": embeddings.RunEmbeddingsDialect(),
-    "rerank": rerank.RunRerankDialect(),
-}
 # What fields together must be, or what is inside their texts, which the schemas do not say. By what refuses it.
 UNSAID = re.compile(
     r"'model' differs|goes with|go with|both say|say the same|send one|needs either|is missing; give|belongs to"
@@ -105,7 +99,7 @@ def _objects(schema: dict[str, Any], definitions: dict[str, Any], depth: int) ->
     return chosen.flatmap(lambda names: st.fixed_dictionaries({**needed, **{name: of[name] for name in names}}))
 
 
-@pytest.mark.parametrize("family", sorted(READERS))
+@pytest.mark.parametrize("family", sorted(RUN_FAMILIES))
 def test_what_the_schema_allows_is_accepted_and_nothing_else(family: str) -> None:
     schema = schemas.input_schema(family)
     Draft202012Validator.check_schema(schema)
@@ -132,7 +126,7 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(family: str) -> Non
 
 def refused(family: str, body: dict[str, Any]) -> str | None:
     try:
-        READERS[family].read(json.dumps(body).encode(), b"", MODEL, 0)
+        RUN_FAMILIES[family](json.dumps(body).encode(), b"", MODEL, 0)
     except ApiError as refusal:
         return refusal.message
     return None
@@ -151,7 +145,7 @@ async def test_a_models_schemas_are_those_of_its_dialect(tmp_path: Path) -> None
             assert (answer.status, answer.code) == (400, code)
 
 
-@pytest.mark.parametrize("family", sorted(READERS))
+@pytest.mark.parametrize("family", sorted(RUN_FAMILIES))
 def test_every_family_says_what_clients_look_for_at_the_top(family: str) -> None:
     for schema in (schemas.input_schema(family), schemas.output_schema(family)):
         assert schema["type"] == "object"
