@@ -11,6 +11,7 @@ from gateway.catalogue.tasks import ModelTask
 from gateway.inference.embedding_types import EmbeddingRequest
 from gateway.inference.prompt import SEED_BITS, Prompt
 from gateway.inference.reply import Reply
+from gateway.inference.run_options import RunOptionsBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ Dialect = Callable[[bytes, bytes, str | None, int], AnyRequest]
 def draw_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(SEED_BITS)
+
+
+def options_in_body(request: LiveRequest) -> RunOptionsBody | None:
+    """What the body says of how the call is run, where it has a place for that."""
+    return request.texts.options if isinstance(request, EmbeddingRequest) else request.prompt.options
 
 
 def matches_task(model: Model, request: AnyRequest) -> bool:

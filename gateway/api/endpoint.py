@@ -4,7 +4,7 @@ It does not know JSON fields, stores, replicas or how batches are kept.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 
@@ -13,17 +13,19 @@ from gateway.api.dialect import (
     BatchRequest,
     BatchResultsRequest,
     Dialect,
+    GenerationRequest,
     LiveRequest,
     TokenCountRequest,
     draw_seed,
     matches_task,
+    options_in_body,
 )
 from gateway.catalogue.catalogue import Catalogue, Model
+from gateway.http import sse
 from gateway.http.exchange import Exchange
 from gateway.inference.cache_scope import zero_retention_of
 from gateway.inference.context import InferenceContext
 from gateway.inference.embed import EmbeddingWork
-from gateway.inference.embedding_types import EmbeddingRequest
 from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.pipeline import TextGeneration, TokenCount
 from gateway.inference.replay import ReplayCache
@@ -47,7 +49,7 @@ class InferenceEndpoint:
     scrubber: InternedScrubber
     answer_batch: BatchHandler
     calendar: Callable[[], float]
-    paddings: Iterator[bytes]
+    paddings: Iterator[bytes] = field(default_factory=sse.paddings)
 
     async def serve(self, exchange: Exchange, caller: Caller, dialect: Dialect, model_name: str | None) -> None:
         """One request, from its body to its settlement. `model_name` is the model that the path names, if any.
@@ -89,8 +91,7 @@ class InferenceEndpoint:
             await self.answer_batch(exchange, caller, model, request, zero_retention)
             return
         refuse_options(exchange.query)
-        in_body = request.texts.options if isinstance(request, EmbeddingRequest) else request.prompt.options
-        options = run_options(exchange.headers, exchange.query).joined(in_body)
+        options = run_options(exchange.headers, exchange.query).joined(options_in_body(request))
         work = self.work_of(request, model, exchange.request_id)
         call = InferenceCall(self.context, work, exchange, caller, model, options, zero_retention=zero_retention)
         async with call.live():
@@ -98,13 +99,13 @@ class InferenceEndpoint:
 
     def work_of(self, request: LiveRequest, model: Model, request_id: str) -> Work:
         """What the request, which arrives now, asks to be done."""
-        if isinstance(request, EmbeddingRequest):
-            assert model.embedding_spec is not None, "the model writes text"
-            return EmbeddingWork(request, model.embedding_spec)
+        if isinstance(request, GenerationRequest):
+            reply = request.reply(request.model, request_id, int(self.calendar()), self.paddings)
+            return TextGeneration(request.prompt, reply)
         if isinstance(request, TokenCountRequest):
             return TokenCount(request.prompt, request.render)
-        reply = request.reply(request.model, request_id, int(self.calendar()), self.paddings)
-        return TextGeneration(request.prompt, reply)
+        assert model.embedding_spec is not None, "the model writes text"
+        return EmbeddingWork(request, model.embedding_spec)
 
 
 def check_admission(context: InferenceContext, now: float, caller: Caller, model: Model, name: str) -> None:

@@ -9,7 +9,14 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from gateway.api.dialect import AnyRequest, BatchRequest, BatchResultsRequest, Dialect, GenerationRequest
+from gateway.api.dialect import (
+    AnyRequest,
+    BatchRequest,
+    BatchResultsRequest,
+    Dialect,
+    GenerationRequest,
+    options_in_body,
+)
 from gateway.errors import ApiError, bad_input
 from gateway.http.json_body import decode_body, query_options
 from gateway.inference.embedding_types import EmbeddingRequest
@@ -98,7 +105,7 @@ def _refuse_unqueued(request: AnyRequest) -> None:
     if isinstance(request, GenerationRequest) and request.prompt.stream:
         raise bad_input("'stream' needs somebody who listens; leave it out of a queued request", "stream")
     assert isinstance(request, GenerationRequest | EmbeddingRequest), "a batch holds requests for text or vectors"
-    options = request.texts.options if isinstance(request, EmbeddingRequest) else request.prompt.options
+    options = options_in_body(request)
     if options is not None and (options.rejectIfBusy or options.requestTimeoutMs is not None):
         raise bad_input("'options': a queued request waits for its turn; leave its time limits out", "options")
 
