@@ -17,7 +17,7 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # a run in the background ignore
         signal.signal(_number, signal.default_int_handler if _number is signal.SIGINT else signal.SIG_DFL)
 
 ROOT = Path(__file__).parents[1]
-DURATIONS = Path(__file__).with_name("durations.json")  # seconds of tests that took half of one or more
+DURATIONS = Path(__file__).with_name("durations.json")
 SLOW_S = 2.0
 SLOW_FOLDERS = ("tests/end_to_end", "tests/conformance")  # whole servers, which start once and serve all their tests
 
@@ -28,18 +28,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def measured_s() -> dict[str, float]:
+    """The seconds of tests that took half of one or more, by their names."""
+    seconds: dict[str, float] = json.loads(DURATIONS.read_text())
+    return seconds
+
+
+def is_slow(name: str, seconds: float) -> bool:
+    """Whether it took two seconds and more when it was measured, or needs a server of its own."""
+    return seconds >= SLOW_S or name.startswith(SLOW_FOLDERS)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what took two seconds and more when it was measured, and what needs a server of its own."""
-    seconds = json.loads(DURATIONS.read_text())
+    seconds = measured_s()
     for item in items:
-        if seconds.get(item.nodeid, 0.0) >= SLOW_S or item.nodeid.startswith(SLOW_FOLDERS):
+        if is_slow(item.nodeid, seconds.get(item.nodeid, 0.0)):
             item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not terminalreporter.config.getoption("--measure"):
         return
-    seconds = json.loads(DURATIONS.read_text())
+    seconds = measured_s()
     measured: dict[str, float] = {}
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
         if isinstance(report, pytest.TestReport):

@@ -13,6 +13,8 @@ from typing import Final
 
 import pytest
 
+from tests.conftest import is_slow, measured_s
+
 ROOT: Final = Path(__file__).parents[1]
 PRODUCT: Final = ("gateway", "engine", "prefixcache", "tenants")
 
@@ -294,6 +296,10 @@ def ratchets() -> list[Ratchet]:
     stubs = list(_stubs())
     forwarders = list(_forwarders())
     sleeps = sum(len(re.findall(r"\bsleep\(", path.read_text())) for path in (ROOT / "tests").rglob("*.py"))
+    settings = list(_settings())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [name for names in project["optional-dependencies"].values() for name in names]
+    quick = {name: seconds for name, seconds in measured_s().items() if not is_slow(name, seconds)}
     return [
         Ratchet("lines of the product", BOUNDS["lines"], sum(lines.values()), ""),
         _most("lines of a file", BOUNDS["file"], lines),
@@ -307,6 +313,12 @@ def ratchets() -> list[Ratchet]:
             "sentences that begin with Of, Who, Those, They, Whose", BOUNDS["openings"], len(openings), str(openings)
         ),
         Ratchet("sleep( in tests", BOUNDS["sleeps"], sleeps, ""),
+        Ratchet("settings in hearth.toml", BOUNDS["settings"], len(settings), str(settings)),
+        Ratchet("dependencies of the product", BOUNDS["dependencies"], len(project["dependencies"]), ""),
+        Ratchet("dependencies of tests and benchmarks", BOUNDS["extras"], len(extras), ""),
+        _most(
+            "milliseconds of a test of `make test`", BOUNDS["test_ms"], {n: round(1e3 * s) for n, s in quick.items()}
+        ),
     ]
 
 
@@ -322,12 +334,30 @@ BOUNDS: Final = {
     "forwarders": 10,
     "openings": 0,
     "sleeps": 146,
+    "settings": 105,
+    "dependencies": 25,
+    "extras": 24,
+    "test_ms": 1900,
 }
 
 
 def _most(name: str, bound: int, numbers: dict[str, int] | Counter[str]) -> Ratchet:
     worst = sorted(((number, where) for where, number in numbers.items() if number > bound), reverse=True)
     return Ratchet(name, bound, max(numbers.values()), ", ".join(f"{where} {number}" for number, where in worst))
+
+
+def _settings() -> Iterator[str]:
+    """The fields of all tables of hearth.toml."""
+    tables = [
+        (module, node) for module in ("gateway.config", "tenants.auth.issuers") for node in sources()[module].body
+    ]
+    for module, table in tables:
+        if isinstance(table, ast.ClassDef) and any(
+            keyword.arg == "forbid_unknown_fields" for keyword in table.keywords
+        ):
+            for node in table.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    yield f"{module}:{table.name}.{node.target.id}"
 
 
 def _functions() -> Iterator[tuple[str, int]]:

@@ -11,13 +11,19 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 import pytest
 
+from tests.support.sdks import client_of
 from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    import anthropic
+    import cloudflare
+    import openai
 
 EMBER = "@cf/hearth/ember"
 START_S = 90.0
@@ -143,3 +149,27 @@ def events(body: str) -> list[Any]:
     found = re.findall(r"^data: (.*)$", body, re.MULTILINE)
     assert found[-1] == "[DONE]", body[-500:]
     return [json.loads(document) for document in found[:-1]]
+
+
+# The SDKs take seconds to import, which those who use this module for something else need not wait for.
+
+
+@pytest.fixture
+def open_ai(hearth: Hearth) -> "openai.OpenAI":
+    import openai
+
+    return client_of(openai.OpenAI, hearth.base_url, hearth.token)
+
+
+@pytest.fixture
+def claude(hearth: Hearth) -> "anthropic.Anthropic":
+    import anthropic
+
+    return client_of(anthropic.Anthropic, hearth.base_url, hearth.token)
+
+
+@pytest.fixture
+def cloud(hearth: Hearth) -> "cloudflare.Cloudflare":
+    import cloudflare
+
+    return client_of(cloudflare.Cloudflare, hearth.base_url, hearth.token)

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.end_to_end.conftest import EMBER, Hearth
+from tests.support.sdks import client_of
 from tests.support.waiting import wait_for
 
 ASK: Any = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -18,16 +19,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "kind"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture
-def open_ai(hearth: Hearth) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{hearth.base_url}/v1", api_key=hearth.token, max_retries=0)
-
-
-@pytest.fixture
-def claude(hearth: Hearth) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=hearth.base_url, api_key=hearth.token, max_retries=0)
 
 
 def text_of(message: anthropic.types.Message) -> str:
@@ -89,8 +80,8 @@ def test_a_schema_holds_the_answer_streamed_or_not(open_ai: openai.OpenAI, claud
 
 def test_what_the_sdks_are_told_is_what_the_ledger_has(hearth: Hearth) -> None:
     account_id, token = hearth.account("teller")
-    open_ai = openai.OpenAI(base_url=f"{hearth.base_url}/v1", api_key=token, max_retries=0)
-    claude = anthropic.Anthropic(base_url=hearth.base_url, api_key=token, max_retries=0)
+    open_ai = client_of(openai.OpenAI, hearth.base_url, token)
+    claude = client_of(anthropic.Anthropic, hearth.base_url, token)
     told = [0, 0]
 
     def note(prompt_tokens: int, completion_tokens: int) -> None:
@@ -117,7 +108,7 @@ def test_what_the_sdks_are_told_is_what_the_ledger_has(hearth: Hearth) -> None:
 
 def test_a_stream_that_is_left_is_charged_for_what_came(hearth: Hearth) -> None:
     account_id, token = hearth.account("leaver")
-    claude = anthropic.Anthropic(base_url=hearth.base_url, api_key=token, max_retries=0)
+    claude = client_of(anthropic.Anthropic, hearth.base_url, token)
     endless: Any = {"type": "json_schema", "schema": {"type": "string", "minLength": 9999}}
     asked: Any = {"model": EMBER, "messages": ASK, "max_tokens": 1500, "output_config": {"format": endless}}
     with claude.messages.stream(**asked) as stream:

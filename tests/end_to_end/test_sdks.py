@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.end_to_end.conftest import EMBER, Hearth, events
+from tests.support.sdks import client_of
 
 ASK = [{"role": "user", "content": "Hello! Who are you?"}]
 UNSURE = [{"role": "user", "content": "qux Zebra 77 plonk, harbour?? tell tell story mirror"}]
@@ -16,12 +17,7 @@ UNSURE = [{"role": "user", "content": "qux Zebra 77 plonk, harbour?? tell tell s
 @pytest.fixture(params=["account path", "short path"])
 def open_ai(request: pytest.FixtureRequest, hearth: Hearth) -> openai.OpenAI:
     below = f"/client/v4/accounts/{hearth.account_id}/ai" if request.param == "account path" else ""
-    return openai.OpenAI(base_url=f"{hearth.base_url}{below}/v1", api_key=hearth.token, max_retries=0)
-
-
-@pytest.fixture
-def cloud(hearth: Hearth) -> cloudflare.Cloudflare:
-    return cloudflare.Cloudflare(api_token=hearth.token, base_url=f"{hearth.base_url}/client/v4", max_retries=0)
+    return client_of(openai.OpenAI, hearth.base_url + below, hearth.token)
 
 
 def test_openai_chat_answers(open_ai: openai.OpenAI) -> None:
@@ -84,7 +80,7 @@ def test_openai_errors_have_their_classes(open_ai: openai.OpenAI, hearth: Hearth
     with pytest.raises(openai.BadRequestError) as bad:
         open_ai.chat.completions.create(model=EMBER, messages=ASK, temperature=9)
     assert "temperature" in str(bad.value)
-    stranger = openai.OpenAI(base_url=f"{hearth.base_url}/v1", api_key="hearth_nothing", max_retries=0)
+    stranger = client_of(openai.OpenAI, hearth.base_url, "hearth_nothing")
     with pytest.raises(openai.APIStatusError):
         stranger.chat.completions.create(model=EMBER, messages=ASK)
 
@@ -95,7 +91,7 @@ def test_openai_lists_models(open_ai: openai.OpenAI) -> None:
 
 def test_openai_async_streams_side_by_side(hearth: Hearth) -> None:
     async def run() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{hearth.base_url}/v1", api_key=hearth.token) as client:
+        async with client_of(openai.AsyncOpenAI, hearth.base_url, hearth.token) as client:
 
             async def one() -> str:
                 stream = await client.chat.completions.create(

@@ -40,20 +40,10 @@ class Answer(BaseModel):
     sky: Literal["clear", "grey"]
 
 
-@pytest.fixture
-def client(hearth: Hearth) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{hearth.base_url}/v1", api_key=hearth.token, max_retries=0)
-
-
-@pytest.fixture
-def cloud(hearth: Hearth) -> cloudflare.Cloudflare:
-    return cloudflare.Cloudflare(api_token=hearth.token, base_url=f"{hearth.base_url}/client/v4", max_retries=0)
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_call_that_must_be_made_has_valid_arguments(client: openai.OpenAI, choice: Any) -> None:
+def test_a_call_that_must_be_made_has_valid_arguments(open_ai: openai.OpenAI, choice: Any) -> None:
     """At a temperature at which nothing else would hold it to them."""
-    said = client.chat.completions.create(
+    said = open_ai.chat.completions.create(
         model=EMBER, messages=ASK, tools=TOOLS, tool_choice=choice, temperature=1.5, n=4, seed=5, max_tokens=200
     )
     called = 0
@@ -71,10 +61,10 @@ def test_a_call_that_must_be_made_has_valid_arguments(client: openai.OpenAI, cho
     assert called
 
 
-def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_call_is_the_whole_one(open_ai: openai.OpenAI) -> None:
     asked: Any = {"model": EMBER, "messages": ASK, "tools": TOOLS, "tool_choice": "required", "temperature": 0}
-    whole = client.chat.completions.create(**asked, max_tokens=100).choices[0]
-    with client.chat.completions.stream(**asked, max_tokens=100) as stream:
+    whole = open_ai.chat.completions.create(**asked, max_tokens=100).choices[0]
+    with open_ai.chat.completions.stream(**asked, max_tokens=100) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == whole.finish_reason == "tool_calls"
     calls: list[Any] = [one.message.tool_calls for one in (whole, final)]
@@ -82,22 +72,22 @@ def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=json.dumps)
-def test_a_document_is_what_its_schema_says(client: openai.OpenAI, schema: Any) -> None:
+def test_a_document_is_what_its_schema_says(open_ai: openai.OpenAI, schema: Any) -> None:
     wrapped: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
-    said = client.chat.completions.create(
+    said = open_ai.chat.completions.create(
         model=EMBER, messages=ASK, response_format=wrapped, temperature=1.2, seed=3, max_tokens=400
     )
     jsonschema.validate(json.loads(said.choices[0].message.content or ""), schema)
 
 
-def test_the_helper_parses_what_the_model_says(client: openai.OpenAI) -> None:
-    said = client.chat.completions.parse(model=EMBER, messages=ASK, response_format=Answer, max_tokens=400)
+def test_the_helper_parses_what_the_model_says(open_ai: openai.OpenAI) -> None:
+    said = open_ai.chat.completions.parse(model=EMBER, messages=ASK, response_format=Answer, max_tokens=400)
     assert isinstance(said.choices[0].message.parsed, Answer)
 
 
-def test_other_guides_hold_the_text(client: openai.OpenAI) -> None:
+def test_other_guides_hold_the_text(open_ai: openai.OpenAI) -> None:
     def told(**guide: Any) -> str:
-        said = client.chat.completions.create(
+        said = open_ai.chat.completions.create(
             model=EMBER, messages=ASK, temperature=2, seed=9, max_tokens=60, extra_body=guide
         )
         return said.choices[0].message.content or ""
@@ -120,13 +110,13 @@ def test_natively_a_document_is_an_object(cloud: cloudflare.Cloudflare, hearth: 
     jsonschema.validate(json.loads(text), WEATHER)
 
 
-def test_what_cannot_be_met_or_held_to_is_an_error(client: openai.OpenAI) -> None:
+def test_what_cannot_be_met_or_held_to_is_an_error(open_ai: openai.OpenAI) -> None:
     endless: Any = {"type": "array", "items": {"type": "integer"}, "minItems": 200}
     asked: Any = {"model": EMBER, "messages": ASK, "max_tokens": 20}
     with pytest.raises(openai.BadRequestError, match="JSON Mode couldn't be met"):
-        client.chat.completions.create(**asked, extra_body={"guided_json": endless})
+        open_ai.chat.completions.create(**asked, extra_body={"guided_json": endless})
     with pytest.raises(openai.APIError, match="JSON Mode couldn't be met"):
-        list(client.chat.completions.create(**asked, extra_body={"guided_json": endless}, stream=True))
+        list(open_ai.chat.completions.create(**asked, extra_body={"guided_json": endless}, stream=True))
     guides: list[Any] = [
         {"guided_json": {"type": "strange"}},
         {"guided_regex": "(a"},
@@ -135,35 +125,35 @@ def test_what_cannot_be_met_or_held_to_is_an_error(client: openai.OpenAI) -> Non
     for guide in guides:
         (field,) = guide
         with pytest.raises(openai.BadRequestError) as bad:
-            client.chat.completions.create(**asked, extra_body=guide)
+            open_ai.chat.completions.create(**asked, extra_body=guide)
         assert bad.value.param == field, bad.value.message
     odd: list[Any] = [
         {"type": "function", "function": {"name": "odd", "parameters": {"properties": {"a": {"type": "strange"}}}}}
     ]
     with pytest.raises(openai.BadRequestError, match="the parameters of 'odd'") as tool:
-        client.chat.completions.create(**asked, tools=[*TOOLS, *odd], tool_choice="required")
+        open_ai.chat.completions.create(**asked, tools=[*TOOLS, *odd], tool_choice="required")
     assert tool.value.param == "tools"
 
 
-def test_as_many_choices_as_the_api_allows(client: openai.OpenAI) -> None:
+def test_as_many_choices_as_the_api_allows(open_ai: openai.OpenAI) -> None:
     unsure: Any = [{"role": "user", "content": "qux Zebra 77 plonk, harbour?? tell tell story mirror"}]
-    said = client.chat.completions.create(model=EMBER, messages=unsure, n=128, max_tokens=6, temperature=2, seed=1)
+    said = open_ai.chat.completions.create(model=EMBER, messages=unsure, n=128, max_tokens=6, temperature=2, seed=1)
     assert [one.index for one in said.choices] == list(range(128))
     assert len({one.message.content for one in said.choices}) > 1
     assert said.usage is not None
     assert said.usage.completion_tokens <= 768
 
 
-def test_completions_go_on_with_a_text(client: openai.OpenAI) -> None:
-    said = client.completions.create(
+def test_completions_go_on_with_a_text(open_ai: openai.OpenAI) -> None:
+    said = open_ai.completions.create(
         model=EMBER, prompt="The weather in", temperature=0, max_tokens=6, logprobs=2, stream=False
     )
     one = said.choices[0]
     assert one.logprobs is not None
     assert "".join(one.logprobs.tokens or []) == one.text
-    echoed = client.completions.create(model=EMBER, prompt="The weather in", temperature=0, max_tokens=6, echo=True)
+    echoed = open_ai.completions.create(model=EMBER, prompt="The weather in", temperature=0, max_tokens=6, echo=True)
     assert echoed.choices[0].text == "The weather in" + one.text
-    pieces = client.completions.create(model=EMBER, prompt="The weather in", temperature=0, max_tokens=6, stream=True)
+    pieces = open_ai.completions.create(model=EMBER, prompt="The weather in", temperature=0, max_tokens=6, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == one.text
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from tests.end_to_end.conftest import Hearth, serving
 from tests.support import minilm
+from tests.support.sdks import client_of
 
 MINILM, RERANKER, DECODER = "@cf/test/minilm", "@cf/test/reranker", "@cf/test/decoder"
 TEXTS = [
@@ -99,7 +100,7 @@ def reference(texts: Sequence[str]) -> NDArray[np.float32]:
 
 
 def test_openais_client_gets_the_reference_librarys_vectors(hearth: Hearth) -> None:
-    client = openai.OpenAI(base_url=f"{hearth.base_url}/v1", api_key=hearth.token)
+    client = client_of(openai.OpenAI, hearth.base_url, hearth.token)
     packed = client.embeddings.create(model=MINILM, input=TEXTS)  # which asks for base64, and unpacks it
     plain = client.embeddings.create(model=MINILM, input=TEXTS, encoding_format="float")
     expected = reference(TEXTS)
@@ -115,7 +116,7 @@ def test_openais_client_gets_the_reference_librarys_vectors(hearth: Hearth) -> N
 
 
 def test_openais_client_is_told_what_is_wrong(hearth: Hearth) -> None:
-    client = openai.OpenAI(base_url=f"{hearth.base_url}/v1", api_key=hearth.token, max_retries=0)
+    client = client_of(openai.OpenAI, hearth.base_url, hearth.token)
     with pytest.raises(openai.BadRequestError, match="Sequence too long"):
         client.embeddings.create(model=MINILM, input="long " * 300)
     with pytest.raises(openai.BadRequestError, match="dimensions"):
@@ -127,7 +128,7 @@ def test_openais_client_is_told_what_is_wrong(hearth: Hearth) -> None:
 
 
 def test_cloudflares_client_runs_texts(hearth: Hearth) -> None:
-    cloud = cloudflare.Cloudflare(base_url=f"{hearth.base_url}/client/v4", api_token=hearth.token)
+    cloud = client_of(cloudflare.Cloudflare, hearth.base_url, hearth.token)
     found: Any = cloud.ai.run(MINILM, account_id=hearth.account_id, text=TEXTS[:3])
     found = found if isinstance(found, dict) else found.to_dict()
     assert found["shape"] == [3, 384]

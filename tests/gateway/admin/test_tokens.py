@@ -10,6 +10,7 @@ import pytest
 from gateway.admin import tokens as module
 from tenants.records.grants import Grant, Permission
 from tests.support.admin_api import served_admin
+from tests.support.sdks import client_of
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -204,9 +205,7 @@ async def test_lists_in_both_directions(tmp_path: Path) -> None:
 @looped
 async def test_the_official_sdk_keeps_an_accounts_tokens(tmp_path: Path) -> None:
     async with served_admin(tmp_path) as house:
-        cloud = cloudflare.AsyncCloudflare(
-            api_token=house.ann, base_url=f"{house.gateway.base_url}/client/v4", max_retries=0
-        )
+        cloud = client_of(cloudflare.AsyncCloudflare, house.gateway.base_url, house.ann)
         policies: Any = [{"effect": "allow", "permission_groups": [{"id": "inference"}], "resources": {}}]
         tokens = cloud.accounts.tokens
         made = await tokens.create(account_id=house.ann_id, name="sdk", policies=policies)

@@ -1,19 +1,17 @@
 """The official SDKs, unchanged, and chat completions, completions and `/ai/run`; what the model says is the test's."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 from engine.protocol.types import GrammarKind
 from gateway.config import ModelEntryConfig
 from tenants.records.limits import Limits
-from tests.support.served_gateway import Served, looped, served
+from tests.support.sdks import Weather, client_of, script, talking
+from tests.support.served_gateway import looped, served
 from tests.support.stub_replica import MODEL
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -28,30 +26,9 @@ SUN: Any = {"type": "function", "function": {"name": "sun", "parameters": {"type
 ROME, OSLO = [json.dumps({"name": "rain", "arguments": {"city": city}}) for city in ("Rome", "Oslo")]
 
 
-class Weather(BaseModel):
-    city: str
-    rain: bool
-
-
-@contextlib.asynccontextmanager
-async def talking(folder: Path, **options: Any) -> AsyncIterator[tuple[Served, AsyncOpenAI]]:
-    async with (
-        served(folder, **options) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.base_url}/v1", api_key=gateway.token, max_retries=0) as client,
-    ):
-        yield gateway, client
-
-
-def script(gateway: Served, text: str) -> None:
-    """What every answer says from now on, before it stops."""
-    model = gateway.app._serving.endpoint.catalogue.find(MODEL)
-    assert model is not None
-    gateway.behaviour.script = model.tokenizer.encode_prompt(text)
-
-
 @looped
 async def test_calls_come_whole_and_as_the_helpers_events(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, f"{ROME}\n{OSLO}")
         asked: Any = {"model": MODEL, "messages": HELLO, "tools": [RAIN]}
         said = (await client.chat.completions.create(**asked)).choices[0]
@@ -73,7 +50,7 @@ async def test_calls_come_whole_and_as_the_helpers_events(tmp_path: Path) -> Non
 @looped
 async def test_a_conversation_with_calls_goes_on_in_both_spellings(tmp_path: Path) -> None:
     """The assistant's turn as the SDK gives it back, with the tool's answer to its id; natively without one."""
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, ROME)
         asked: Any = {"model": MODEL, "tools": [RAIN]}
         first = (await client.chat.completions.create(**asked, messages=HELLO)).choices[0].message
@@ -95,7 +72,7 @@ async def test_a_conversation_with_calls_goes_on_in_both_spellings(tmp_path: Pat
 
 @looped
 async def test_a_required_call_is_held_to_its_tools(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, ROME)
         asked: Any = {"model": MODEL, "messages": HELLO, "tools": [RAIN, SUN]}
         choices: list[tuple[Any, set[str]]] = [
@@ -117,7 +94,7 @@ async def test_a_required_call_is_held_to_its_tools(tmp_path: Path) -> None:
 
 @looped
 async def test_one_call_alone_ends_an_answer_that_may_hold_no_more(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, f"{ROME}\n{OSLO} and much more that nobody reads")
         asked: Any = {"model": MODEL, "messages": HELLO, "tools": [RAIN], "parallel_tool_calls": False}
         said = await client.chat.completions.create(**asked)
@@ -134,7 +111,7 @@ async def test_one_call_alone_ends_an_answer_that_may_hold_no_more(tmp_path: Pat
 
 @looped
 async def test_an_answer_is_parsed_into_the_callers_own_type(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, '{"city": "Rome", "rain": false}')
         said = await client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Weather)
         assert said.choices[0].message.parsed == Weather(city="Rome", rain=False)
@@ -149,9 +126,7 @@ async def test_a_native_document_is_an_object_and_its_stream_text(tmp_path: Path
     async with served(tmp_path) as gateway:
         script(gateway, '{"city": "Rome", "big": 12345678901234567890}')
         asked: Any = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"type": "object"}}}
-        async with AsyncCloudflare(
-            api_token=gateway.token, base_url=f"{gateway.base_url}/client/v4", max_retries=0
-        ) as cloud:
+        async with client_of(AsyncCloudflare, gateway.base_url, gateway.token) as cloud:
             said: Any = await cloud.ai.run(MODEL, account_id=gateway.account_id, extra_body=asked)
             assert said["response"] == {"city": "Rome", "big": 12345678901234567890}
         streamed = await gateway.run(**asked, stream=True)
@@ -161,7 +136,7 @@ async def test_a_native_document_is_an_object_and_its_stream_text(tmp_path: Path
 
 @looped
 async def test_128_choices_are_drawn_shown_and_charged(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         asked: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 4, "n": 128}
         said = await client.chat.completions.create(**asked)
         assert [choice.index for choice in said.choices] == list(range(128))
@@ -178,7 +153,7 @@ async def test_128_choices_are_drawn_shown_and_charged(tmp_path: Path) -> None:
 @looped
 async def test_all_choices_at_their_longest_are_reserved(tmp_path: Path) -> None:
     """A budget of one choice's tokens ends each of several early, as the price of all of them says."""
-    async with talking(tmp_path, limits=Limits(neurons_per_day=5)) as (_, client):
+    async with talking(AsyncOpenAI, tmp_path, limits=Limits(neurons_per_day=5)) as (_, client):
         said = await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1000, n=10)
         assert {choice.finish_reason for choice in said.choices} == {"quota"}
         assert said.usage is not None
@@ -187,7 +162,7 @@ async def test_all_choices_at_their_longest_are_reserved(tmp_path: Path) -> None
 
 @looped
 async def test_the_best_of_several_completions_is_shown(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         said = await client.completions.create(model=MODEL, prompt="hello", best_of=5, n=2, max_tokens=3, echo=True)
         assert [choice.index for choice in said.choices] == [0, 1]
         assert all(choice.text.startswith("hello") for choice in said.choices)
@@ -212,7 +187,10 @@ async def test_a_template_gets_the_variables_that_it_knows(tmp_path: Path) -> No
         "{% if not messages %}{{ raise_exception('x') }}{% endif %}"
         "{% if not enable_thinking %}quiet {% endif %}{{ reasoning_effort }} {{ messages[0].content }}"
     )
-    async with talking(tmp_path, models=[ModelEntryConfig(name=MODEL, folder=str(folder))]) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path, models=[ModelEntryConfig(name=MODEL, folder=str(folder))]) as (
+        gateway,
+        client,
+    ):
         model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         for asked, text in (

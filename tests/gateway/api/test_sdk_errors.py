@@ -16,7 +16,8 @@ from openai import AsyncOpenAI
 
 from engine.protocol.types import RejectReason
 from tenants.records.limits import Limits
-from tests.support.served_gateway import Served, looped, served
+from tests.support.sdks import client_of, talking
+from tests.support.served_gateway import Served, looped
 from tests.support.stub_replica import MODEL
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -115,11 +116,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
 @contextlib.asynccontextmanager
 async def asking(folder: Path, **options: Any) -> AsyncIterator[tuple[Served, AsyncOpenAI, AsyncCloudflare]]:
     async with (
-        served(folder, **options) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.base_url}/v1", api_key=gateway.token, max_retries=0) as openai_client,
-        AsyncCloudflare(
-            api_token=gateway.token, base_url=f"{gateway.base_url}/client/v4", max_retries=0
-        ) as cloudflare_client,
+        talking(AsyncOpenAI, folder, **options) as (gateway, openai_client),
+        client_of(AsyncCloudflare, gateway.base_url, gateway.token) as cloudflare_client,
     ):
         yield gateway, openai_client, cloudflare_client
 

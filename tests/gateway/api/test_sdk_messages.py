@@ -1,8 +1,6 @@
 """Anthropic's SDK, unchanged, and `/v1/messages` over a real socket; what the model says is the test's."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +8,10 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import ThreadUnsupportedRequestError
-from pydantic import BaseModel
 
 from tenants.records.limits import Limits
-from tests.support.served_gateway import Served, looped, served
+from tests.support.sdks import Weather, script, talking
+from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
 
 RAIN: Any = {"name": "rain", "input_schema": {"type": "object"}}
@@ -22,30 +20,9 @@ HELLO: Any = {"role": "user", "content": "hello"}
 ASKED: Any = {"model": MODEL, "max_tokens": 100, "messages": [HELLO]}
 
 
-class Weather(BaseModel):
-    city: str
-    rain: bool
-
-
-@contextlib.asynccontextmanager
-async def talking(folder: Path, **options: Any) -> AsyncIterator[tuple[Served, AsyncAnthropic]]:
-    async with (
-        served(folder, **options) as gateway,
-        AsyncAnthropic(base_url=gateway.base_url, api_key=gateway.token, max_retries=0) as client,
-    ):
-        yield gateway, client
-
-
-def script(gateway: Served, text: str) -> None:
-    """What every answer says from now on, before it stops."""
-    model = gateway.app._serving.endpoint.catalogue.find(MODEL)
-    assert model is not None
-    gateway.behaviour.script = model.tokenizer.encode_prompt(text)
-
-
 @looped
 async def test_an_answer_and_its_stream_say_the_same_and_cost_what_they_say(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         script(gateway, "Hello, I am a stub.")
         gateway.behaviour.cached_tokens = 4
         whole = await client.messages.create(**ASKED, system="be brief")
@@ -68,7 +45,7 @@ async def test_an_answer_and_its_stream_say_the_same_and_cost_what_they_say(tmp_
 
 @looped
 async def test_a_stream_tells_at_once_what_the_prompt_cost(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         gateway.behaviour.cached_tokens = 4
         stream = await client.messages.create(**{**ASKED, "max_tokens": 2}, stream=True)
         first, *_, last, _ = [event async for event in stream]
@@ -81,7 +58,7 @@ async def test_a_stream_tells_at_once_what_the_prompt_cost(tmp_path: Path) -> No
 
 @looped
 async def test_the_credential_may_be_an_api_key_under_every_path(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         base = f"{gateway.base_url}/client/v4/accounts/{gateway.account_id}/ai"
         for one in (client, client.with_options(base_url=base)):
             assert (await one.messages.create(**{**ASKED, "max_tokens": 1})).usage.output_tokens == 1
@@ -105,7 +82,7 @@ async def test_the_credential_may_be_an_api_key_under_every_path(tmp_path: Path)
 
 @looped
 async def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         script(gateway, "one two three")
         said = await client.messages.create(**ASKED, stop_sequences=["nine", " three"])
         assert said.content[0].type == "text"
@@ -118,7 +95,7 @@ async def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
 
 @looped
 async def test_a_tool_is_called_and_its_result_goes_back(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         script(gateway, CALL)
         said = await client.messages.create(**ASKED, tools=[RAIN])
         (call,) = said.content
@@ -139,7 +116,7 @@ async def test_a_tool_is_called_and_its_result_goes_back(tmp_path: Path) -> None
 
 @looped
 async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         script(gateway, '{"city": "Rome", "rain": false}')
         said = await client.messages.parse(**ASKED, output_format=Weather)
         assert said.parsed_output == Weather(city="Rome", rain=False)
@@ -153,7 +130,7 @@ async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
 
 @looped
 async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
-    async with talking(tmp_path, limits=Limits(requests_per_minute=1, burst=1)) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path, limits=Limits(requests_per_minute=1, burst=1)) as (gateway, client):
         with pytest.raises(anthropic.BadRequestError, match="'temperature'"):
             await client.messages.create(**ASKED, extra_body={"temperature": 1.5})
         thinking: Any = {"type": "enabled", "budget_tokens": 1024}
@@ -173,7 +150,7 @@ async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
         await gateway.accounts.revoke(token.id)
         with pytest.raises(anthropic.AuthenticationError):
             await client.messages.create(**ASKED)
-    async with talking(tmp_path / "failing") as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path / "failing") as (gateway, client):
         gateway.behaviour.fail_at = 1
         with pytest.raises(anthropic.InternalServerError):
             await client.messages.create(**ASKED)
@@ -181,7 +158,7 @@ async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
 
 @looped
 async def test_the_sdks_threads_go_on_without_the_servers_help(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         with pytest.raises(ThreadUnsupportedRequestError):
             await client.beta.messages.create(**ASKED, thread={"type": "create"})
 
@@ -201,7 +178,7 @@ async def test_the_sdks_threads_go_on_without_the_servers_help(tmp_path: Path) -
 
 @looped
 async def test_a_stream_that_fails_raises_its_error(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         gateway.behaviour.fail_at, gateway.behaviour.step_s = 3, 0.05
         stream = await client.messages.create(**ASKED, stream=True)
         assert (await anext(stream)).type == "message_start"
@@ -213,7 +190,7 @@ async def test_a_stream_that_fails_raises_its_error(tmp_path: Path) -> None:
 
 @looped
 async def test_leaving_a_stream_stops_it_and_what_came_is_charged(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path) as (gateway, client):
         gateway.behaviour.step_s = 0.01
         async with client.messages.stream(**{**ASKED, "max_tokens": 1000}) as stream:
             pieces = 0
@@ -230,7 +207,7 @@ async def test_leaving_a_stream_stops_it_and_what_came_is_charged(tmp_path: Path
 @looped
 async def test_a_count_is_what_the_answer_is_charged_for_and_costs_a_request_alone(tmp_path: Path) -> None:
     limits = Limits(requests_per_minute=2, burst=2, neurons_per_day=100)
-    async with talking(tmp_path, limits=limits) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path, limits=limits) as (gateway, client):
         asked: Any = {"model": MODEL, "messages": [HELLO], "system": "be brief", "tools": [RAIN]}
         counted = await client.messages.count_tokens(**asked)
         said = await client.messages.create(**asked, max_tokens=1)

@@ -1,49 +1,26 @@
 """OpenAI's SDK, unchanged, and `/v1/responses` over a real socket; what the model says is the test's."""
 
-import contextlib
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 from engine.protocol.types import GrammarKind
 from tenants.records.limits import Limits
-from tests.support.served_gateway import Served, looped, served
+from tests.support.sdks import Weather, script, talking
+from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
 
 RAIN: Any = {"type": "function", "name": "rain", "parameters": {"type": "object"}, "strict": None}
 CALL = '{"name": "rain", "arguments": {"city": "Rome"}}'
 
 
-class Weather(BaseModel):
-    city: str
-    rain: bool
-
-
-@contextlib.asynccontextmanager
-async def talking(folder: Path, **options: Any) -> AsyncIterator[tuple[Served, AsyncOpenAI]]:
-    async with (
-        served(folder, **options) as gateway,
-        AsyncOpenAI(base_url=f"{gateway.base_url}/v1", api_key=gateway.token, max_retries=0) as client,
-    ):
-        yield gateway, client
-
-
-def script(gateway: Served, text: str) -> None:
-    """What every answer says from now on, before it stops."""
-    model = gateway.app._serving.endpoint.catalogue.find(MODEL)
-    assert model is not None
-    gateway.behaviour.script = model.tokenizer.encode_prompt(text)
-
-
 @looped
 async def test_an_answer_and_its_stream_say_the_same_and_cost_what_they_say(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, "Hello, I am a stub.")
         gateway.behaviour.cached_tokens = 4
         whole = await client.responses.create(model=MODEL, input="hello", instructions="be brief", metadata={"a": "b"})
@@ -66,7 +43,7 @@ async def test_an_answer_and_its_stream_say_the_same_and_cost_what_they_say(tmp_
 
 @looped
 async def test_both_forms_of_the_path_lead_there(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         base = f"{gateway.base_url}/client/v4/accounts/{gateway.account_id}/ai/v1"
         for one in (client, client.with_options(base_url=base)):
             said = await one.responses.create(model=MODEL, input="hello", max_output_tokens=2)
@@ -76,7 +53,7 @@ async def test_both_forms_of_the_path_lead_there(tmp_path: Path) -> None:
 
 @looped
 async def test_an_answer_cut_by_max_output_tokens_is_incomplete(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (_, client):
+    async with talking(AsyncOpenAI, tmp_path) as (_, client):
         said = await client.responses.create(model=MODEL, input="hello", max_output_tokens=3)
         assert said.incomplete_details is not None
         assert (said.status, said.incomplete_details.reason) == ("incomplete", "max_output_tokens")
@@ -88,7 +65,7 @@ async def test_an_answer_cut_by_max_output_tokens_is_incomplete(tmp_path: Path) 
 
 @looped
 async def test_a_tool_is_called_and_its_result_goes_back(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, CALL)
         asked: Any = [{"role": "user", "content": "rain?"}]
         said = await client.responses.create(model=MODEL, input=asked, tools=[RAIN])
@@ -110,7 +87,7 @@ async def test_a_tool_is_called_and_its_result_goes_back(tmp_path: Path) -> None
 
 @looped
 async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         script(gateway, '{"city": "Rome", "rain": false}')
         said = await client.responses.parse(model=MODEL, input="rain?", text_format=Weather)
         assert said.output_parsed == Weather(city="Rome", rain=False)
@@ -126,7 +103,7 @@ async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
 
 @looped
 async def test_log_probabilities_are_those_of_the_text(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (_, client):
+    async with talking(AsyncOpenAI, tmp_path) as (_, client):
         asked: Any = {"model": MODEL, "input": "hello", "max_output_tokens": 4, "top_logprobs": 2}
         said = await client.responses.create(**asked, include=["message.output_text.logprobs"])
         (message,) = said.output
@@ -140,7 +117,7 @@ async def test_log_probabilities_are_those_of_the_text(tmp_path: Path) -> None:
 
 @looped
 async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
-    async with talking(tmp_path, limits=Limits(requests_per_minute=1, burst=1)) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path, limits=Limits(requests_per_minute=1, burst=1)) as (gateway, client):
         with pytest.raises(openai.BadRequestError) as bad:
             await client.responses.create(model=MODEL, input="hello", previous_response_id="resp_1")
         assert (bad.value.param, bad.value.code) == ("previous_response_id", "invalid_request")
@@ -158,7 +135,7 @@ async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
         await gateway.accounts.revoke(token.id)
         with pytest.raises(openai.AuthenticationError):
             await client.responses.create(model=MODEL, input="hello")
-    async with talking(tmp_path / "failing") as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path / "failing") as (gateway, client):
         gateway.behaviour.fail_at = 1
         with pytest.raises(openai.InternalServerError):
             await client.responses.create(model=MODEL, input="hello")
@@ -166,7 +143,7 @@ async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
 
 @looped
 async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         gateway.behaviour.fail_at = 3
         stream = await client.responses.create(model=MODEL, input="hello", stream=True)
         events = [event async for event in stream]
@@ -183,7 +160,7 @@ async def test_a_stream_that_fails_ends_with_its_error(tmp_path: Path) -> None:
 
 @looped
 async def test_leaving_a_stream_stops_it_and_what_came_is_charged(tmp_path: Path) -> None:
-    async with talking(tmp_path) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path) as (gateway, client):
         gateway.behaviour.step_s = 0.01
         stream = await client.responses.create(model=MODEL, input="hello", stream=True, max_output_tokens=1000)
         deltas = 0
@@ -200,7 +177,10 @@ async def test_leaving_a_stream_stops_it_and_what_came_is_charged(tmp_path: Path
 
 @looped
 async def test_a_count_is_what_the_answer_is_charged_for_and_costs_a_request_alone(tmp_path: Path) -> None:
-    async with talking(tmp_path, limits=Limits(requests_per_minute=60, neurons_per_day=100)) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path, limits=Limits(requests_per_minute=60, neurons_per_day=100)) as (
+        gateway,
+        client,
+    ):
         asked: Any = {"model": MODEL, "input": "hello", "instructions": "be brief", "tools": [RAIN]}
         counted = await client.responses.input_tokens.count(**asked)
         said = await client.responses.create(**asked, max_output_tokens=1)
