@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     if options.list:
         for name, shape in SHAPES.items():
-            print(f"{name:24} {shape.told}")
+            print(f"{name:24} {shape.description}")
         print(f"{START:24} a replica's process, from its start to its first frame")
         return 0
     if options.model not in GEOMETRIES and not Path(options.model).is_dir():

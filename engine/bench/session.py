@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from engine.bench.vocabulary import write_tokenizer
@@ -100,8 +101,7 @@ class BenchSession:
         costs = executor.costs
         if costs is not None and not grouped:
             costs = replace(costs, pair_us=float("inf"))
-        settings = {name: getattr(engine.spec, name) for name in engine.spec.__struct_fields__}
-        spec = ModelSpec(**{**settings, "gap_ms": gap_ms or engine.spec.gap_ms, "waiting": 4096})
+        spec = msgspec.structs.replace(engine.spec, gap_ms=gap_ms or engine.spec.gap_ms, waiting=4096)
         self._timed = _TimedExecutor(executor, costs)
         model = replace(model, executor=self._timed, stop_ids=frozenset())
         self._scheduler = open_scheduler(model, spec, time.perf_counter)

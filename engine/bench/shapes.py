@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,6 @@ from engine.protocol.frames import FrameReader, Hello
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 from engine.protocol.types import Grammar, GrammarKind
 
-_SEED: Final = 1
 _GROUP_PROMPT: Final = 64  # own tokens of a request behind a shared prefix
 _LONG_PROMPTS: Final = 6
 
@@ -62,8 +62,7 @@ MeasureShape = Callable[[BenchEngine, RooflineBound, WorkloadSizes], list[ShapeR
 class BenchShape:
     """`peer` is vLLM 0.24.0 on one H200 with Llama-3.1-8B's geometry, bf16, in the figure's unit."""
 
-    name: str
-    told: str
+    description: str
     measure: MeasureShape
     peer: float | None = None
 
@@ -72,19 +71,16 @@ def _prompt(engine: BenchEngine, length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(engine.vocabulary), k=length)
 
 
-def _decode(count: int) -> MeasureShape:
-    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
-        took = []
-        for repeat in range(sizes.repeats):
-            with BenchSession(engine, gap_ms=60_000) as session:
-                for index in range(count):
-                    session.submit(_prompt(engine, sizes.prompt, repeat * count + index), sizes.steps * 4 + 64)
-                session.run_until_all_stream()
-                took.append(session.steps_ms(sizes.steps))
-        keys = count * (sizes.prompt + sizes.steps / 2)
-        return [ShapeResult(f"decode-{count}", statistics.median(took), "ms", bound.step_ms(count, keys))]
-
-    return measure
+def _decode(count: int, engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
+    took = []
+    for repeat in range(sizes.repeats):
+        with BenchSession(engine, gap_ms=60_000) as session:
+            for index in range(count):
+                session.submit(_prompt(engine, sizes.prompt, repeat * count + index), sizes.steps * 4 + 64)
+            session.run_until_all_stream()
+            took.append(session.steps_ms(sizes.steps))
+    keys = count * (sizes.prompt + sizes.steps / 2)
+    return [ShapeResult(f"decode-{count}", statistics.median(took), "ms", bound.step_ms(count, keys))]
 
 
 def grammar_source(items: int) -> str:
@@ -105,27 +101,23 @@ def grammar_source(items: int) -> str:
     return json.dumps({"type": "array", "items": item, "minItems": items})
 
 
-def _grammar(count: int) -> MeasureShape:
+def _grammar(count: int, engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     """What masks cost: the same sampled steps with a grammar in every row, and without."""
-
-    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
-        grammar = Grammar(GrammarKind.JSON_SCHEMA, grammar_source(100_000))
-        sequences = sizes.scaled(count)
-        took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
-        with contextlib.closing(engine.grammars()) as grammars:
-            for asked in (grammar, None) * sizes.repeats:
-                with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
-                    for index in range(sequences):
-                        prompt = _prompt(engine, sizes.prompt, index)
-                        session.submit(prompt, sizes.steps * 4 + 64, temperature=1.0, grammar=asked)
-                    session.run_until_all_stream()
-                    took_ms[asked].append(session.steps_ms(sizes.steps))
-        on_ms, off_ms = statistics.median(took_ms[grammar]), statistics.median(took_ms[None])
-        name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
-        cost = ShapeResult(f"{name} cost", max(0.0, 100 * (1 - off_ms / on_ms)), "%")
-        return [ShapeResult(name, on_ms, "ms", least_ms), ShapeResult(f"{name} off", off_ms, "ms"), cost]
-
-    return measure
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, grammar_source(100_000))
+    sequences = sizes.scaled(count)
+    took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
+    with contextlib.closing(engine.grammars()) as grammars:
+        for asked in (grammar, None) * sizes.repeats:
+            with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
+                for index in range(sequences):
+                    prompt = _prompt(engine, sizes.prompt, index)
+                    session.submit(prompt, sizes.steps * 4 + 64, temperature=1.0, grammar=asked)
+                session.run_until_all_stream()
+                took_ms[asked].append(session.steps_ms(sizes.steps))
+    on_ms, off_ms = statistics.median(took_ms[grammar]), statistics.median(took_ms[None])
+    name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
+    cost = ShapeResult(f"{name} cost", max(0.0, 100 * (1 - off_ms / on_ms)), "%")
+    return [ShapeResult(name, on_ms, "ms", least_ms), ShapeResult(f"{name} off", off_ms, "ms"), cost]
 
 
 def _grouped_ms(
@@ -146,21 +138,21 @@ def _grouped_ms(
     return statistics.median(took)
 
 
-def _prefix(name: str, count: int, prefix: int, groups: int = 1, versus_ungrouped: bool = False) -> MeasureShape:
-    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
-        members, length = sizes.scaled(count), prefix // sizes.scale
-        on_ms = _grouped_ms(engine, sizes, members, length, groups, True, sizes.repeats)
-        keys = groups * length + members * (_GROUP_PROMPT + sizes.steps / 2)
-        figures = [ShapeResult(name, on_ms, "ms", bound.step_ms(members, keys))]
-        if versus_ungrouped:
-            off_ms = _grouped_ms(engine, sizes, members, length, groups, False, 1)
-            figures += [
-                ShapeResult(f"{name} groups off", off_ms, "ms"),
-                ShapeResult(f"{name} gain", off_ms / on_ms, "x"),
-            ]
-        return figures
-
-    return measure
+def _prefix(
+    name: str, count: int, prefix: int, engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes,
+    groups: int = 1, versus_ungrouped: bool = False,
+) -> list[ShapeResult]:  # fmt: skip
+    members, length = sizes.scaled(count), prefix // sizes.scale
+    on_ms = _grouped_ms(engine, sizes, members, length, groups, True, sizes.repeats)
+    keys = groups * length + members * (_GROUP_PROMPT + sizes.steps / 2)
+    figures = [ShapeResult(name, on_ms, "ms", bound.step_ms(members, keys))]
+    if versus_ungrouped:
+        off_ms = _grouped_ms(engine, sizes, members, length, groups, False, 1)
+        figures += [
+            ShapeResult(f"{name} groups off", off_ms, "ms"),
+            ShapeResult(f"{name} gain", off_ms / on_ms, "x"),
+        ]
+    return figures
 
 
 def _throughput(
@@ -200,17 +192,14 @@ def _nano(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> li
     return [ShapeResult("nano-256", _throughput(engine, sizes, prompts, outputs, 0.6), "tok/s", best)]
 
 
-def _first_token(length: int) -> MeasureShape:
-    def measure(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
-        tokens, took = length // sizes.scale, []
-        for repeat in range(sizes.repeats + 1):
-            with BenchSession(engine) as session:
-                stream = session.submit(_prompt(engine, tokens, repeat), 1)
-                session.run()
-                took.append(1e3 * (stream.token_s[0] - stream.submitted_s))
-        return [ShapeResult(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
-
-    return measure
+def _first_token(length: int, engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
+    tokens, took = length // sizes.scale, []
+    for repeat in range(sizes.repeats + 1):
+        with BenchSession(engine) as session:
+            stream = session.submit(_prompt(engine, tokens, repeat), 1)
+            session.run()
+            took.append(1e3 * (stream.token_s[0] - stream.submitted_s))
+    return [ShapeResult(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
 
 
 def _gaps_under_prefill(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
@@ -293,27 +282,30 @@ def _await_hello(path: Path, process: subprocess.Popen[bytes]) -> None:
 START: Final = "start"
 START_PEER_S: Final = 21.0
 SHAPES: Final[dict[str, BenchShape]] = {
-    shape.name: shape
-    for shape in (
-        *(
-            BenchShape(f"decode-{count}", f"{count} sequences, 512 tokens in, 128 out: a step", _decode(count), peer)
-            for count, peer in ((1, 4.98), (8, 5.17), (32, 5.87), (64, 6.73), (128, 8.67), (256, 13.67))
-        ),
-        BenchShape("prefix-64", "64 behind one cached prefix of 4,096: a step", _prefix("prefix-64", 64, 4096), 10.41),
-        BenchShape("prefix-256", "256 behind one cached prefix of 4,096", _prefix("prefix-256", 256, 4096), 29.34),
-        BenchShape("prefix-4x64", "four groups of 64, each behind 4,096", _prefix("prefix-4x64", 256, 4096, groups=4)),
-        BenchShape(
-            "prefix-16k-128", "128 behind 16,384, with groups and without",
-            _prefix("prefix-16k-128", 128, 16384, versus_ungrouped=True),
-        ),
-        BenchShape("mixed-512", "512 sequences, 100-1024 in and out, at once: output tokens", _mixed, 11325),
-        BenchShape("nano-256", "nano-vllm's 256 requests, temperature 0.6: output tokens", _nano, 9614),
-        *(
-            BenchShape(f"ttft-{length}", f"one prompt of {length} to its first token", _first_token(length), peer)
-            for length, peer in ((1024, 35.0), (4096, 101.0), (8192, 210.0), (16000, 464.0))
-        ),
-        BenchShape("itl-p99-under-prefill", "gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
-        BenchShape("grammar-32", "32 sampled sequences kept to a 4 KB schema: a step, and its cost", _grammar(32)),
-        BenchShape("host", "64 sequences: the host's work in a step, and the share in which the device is idle", _host),
-    )
-}  # fmt: skip
+    **{
+        f"decode-{count}": BenchShape(
+            f"{count} sequences, 512 tokens in, 128 out: a step", partial(_decode, count), peer
+        )
+        for count, peer in ((1, 4.98), (8, 5.17), (32, 5.87), (64, 6.73), (128, 8.67), (256, 13.67))
+    },
+    "prefix-64": BenchShape(
+        "64 behind one cached prefix of 4,096: a step", partial(_prefix, "prefix-64", 64, 4096), 10.41
+    ),
+    "prefix-256": BenchShape("256 behind one cached prefix of 4,096", partial(_prefix, "prefix-256", 256, 4096), 29.34),
+    "prefix-4x64": BenchShape(
+        "four groups of 64, each behind 4,096", partial(_prefix, "prefix-4x64", 256, 4096, groups=4)
+    ),
+    "prefix-16k-128": BenchShape(
+        "128 behind 16,384, with groups and without",
+        partial(_prefix, "prefix-16k-128", 128, 16384, versus_ungrouped=True),
+    ),
+    "mixed-512": BenchShape("512 sequences, 100-1024 in and out, at once: output tokens", _mixed, 11325),
+    "nano-256": BenchShape("nano-vllm's 256 requests, temperature 0.6: output tokens", _nano, 9614),
+    **{
+        f"ttft-{length}": BenchShape(f"one prompt of {length} to its first token", partial(_first_token, length), peer)
+        for length, peer in ((1024, 35.0), (4096, 101.0), (8192, 210.0), (16000, 464.0))
+    },
+    "itl-p99-under-prefill": BenchShape("gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
+    "grammar-32": BenchShape("32 sampled sequences kept to a 4 KB schema: a step, and its cost", partial(_grammar, 32)),
+    "host": BenchShape("64 sequences: the host's work in a step, and the share in which the device is idle", _host),
+}

@@ -78,14 +78,13 @@ class PlacementReconciler:
         for replica in self.replicas.values():
             unplaceable = unplaceable_reason(snapshot, replica.name) if replica.has_reported else ""
             states.append(replica.state(now, unplaceable, estimate_ready_ms(snapshot, replica.name)))
-        held = [0] * len(self._devices)
+        used_bytes = [0] * len(self._devices)
         for replica in self.replicas.values():
-            if replica.status is not None:
-                held[replica.device] += replica.status.device_bytes
+            used_bytes[replica.device] += replica.usage.device_bytes
         return MachineState(
             machine=self._spec.name,
             replicas=states,
-            devices=[device.state(held_bytes, now) for device, held_bytes in zip(self._devices, held, strict=True)],
+            devices=[device.state(count, now) for device, count in zip(self._devices, used_bytes, strict=True)],
             memory_bytes=self._memory_held,
             memory_budget_bytes=self._memory.at(now),
             moves=dict(self._counts),
@@ -110,7 +109,7 @@ class PlacementReconciler:
 
     @property
     def _memory_held(self) -> int:
-        return sum(replica.status.memory_bytes for replica in self.replicas.values() if replica.status is not None)
+        return sum(replica.usage.memory_bytes for replica in self.replicas.values())
 
     def _claimed_bytes(self, device: int) -> int:
         return sum(replica.claimed_bytes for replica in self.replicas.values() if replica.device == device)

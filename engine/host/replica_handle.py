@@ -27,6 +27,8 @@ _WAKE_S: Final = 0.1
 _WAKE_BYTES_S: Final = 20e9
 _SLEEP_S: Final = 0.15
 _UNKNOWN_BYTES: Final = 1 << 60  # more than any host has
+_NO_STATUS: Final = PlacementStatus(Residency.DISK)
+_NO_LOAD: Final = ReplicaLoad(0, 0, 0, 0, 0, 0)
 _READY_STEP_MS: Final = 100  # the time until it could serve is reported rounded up to this, from ten of it on to ten
 
 
@@ -85,11 +87,10 @@ class ReplicaHandle:
         self._copies_weights = not on_cpu
         self._sizes: PlacementStatus | None = None  # the last report of this replica, or of another of its model
         self._retry_at = 0.0
-        self._load: ReplicaLoad | None = None
+        self._load = _NO_LOAD
         self._requested_at: float | None = None
         self._waiting_since: float | None = None
         self._kv_short_until = 0.0
-        self._started = 0  # requests, as its process counts them
         self._rate = 0.0
         self._rate_at = 0.0
         self._times = TransitionTimes(
@@ -116,7 +117,12 @@ class ReplicaHandle:
         """Bytes of its device that it holds or may take at any moment."""
         if self.supervisor.process is None:
             return 0
-        return max(self.granted_bytes, self.status.device_bytes if self.status is not None else 0)
+        return max(self.granted_bytes, self.usage.device_bytes)
+
+    @property
+    def usage(self) -> PlacementStatus:
+        """What it holds as far as it was reported: nothing where there is no report."""
+        return self.status or _NO_STATUS
 
     @property
     def has_reported(self) -> bool:
@@ -169,8 +175,8 @@ class ReplicaHandle:
 
     def begin(self, kind: str, placement: Placement, now: float) -> None:
         """Begins a transition; the process is sent the placement where it is to move by itself."""
-        moving = max(placement.device_bytes, self.status.device_bytes if self.status is not None else 0)
-        deadline = now + self._timeouts.move_s + moving / _SLOWEST_BYTES_S if kind != "start" else math.inf
+        moving_bytes = max(placement.device_bytes, self.usage.device_bytes)
+        deadline = now + self._timeouts.move_s + moving_bytes / _SLOWEST_BYTES_S if kind != "start" else math.inf
         self.transition = Transition(kind, placement, now, deadline, self._running)
         if placement.residency is Residency.DEVICE or kind == "start":
             self.granted_bytes = placement.device_bytes
@@ -212,8 +218,9 @@ class ReplicaHandle:
     def on_exit(self) -> Transition | None:
         """The process is gone. The transition that went with it."""
         transition, self.transition = self.transition, None
-        self.status = self._load = self._waiting_since = self.placed_at = None
-        self.granted_bytes = self._started = 0
+        self.status = self._waiting_since = self.placed_at = None
+        self._load = _NO_LOAD
+        self.granted_bytes = 0
         self._retry_at = self._kv_short_until = 0.0
         self.peer.reset()
         return transition
@@ -248,20 +255,20 @@ class ReplicaHandle:
             toward=self.toward,
             preferences=PlacementPreferences(model.pinned, model.priority, model.resident_s, model.wake_s),
             times=self._times,
-            device_bytes=self.status.device_bytes if self.status is not None else 0,
+            device_bytes=self.usage.device_bytes,
             granted_bytes=self.granted_bytes,
             asleep_bytes=self.asleep_bytes,
             min_bytes=low,
             max_bytes=max(low, high),
-            memory_bytes=self.status.memory_bytes if self.status is not None else 0,
+            memory_bytes=self.usage.memory_bytes,
             standby_bytes=_UNKNOWN_BYTES if now < self.no_sleep_before else self._standby_bytes,
             # One that cannot be moved now counts as moving: then others have to.
             resizing=residency is not Residency.DISK and not self.accepts_placement(now),
-            waiting=demand.requests + (load.waiting if load is not None else 0),
+            waiting=demand.requests + load.waiting,
             weight=demand.weight,
             waited_s=now - min(since) if since else 0.0,
             running=self._running,
-            kv_used=1.0 - load.free_blocks / load.blocks if load is not None and load.blocks else 0.0,
+            kv_used=1.0 - load.free_blocks / load.blocks if load.blocks else 0.0,
             kv_short=now < self._kv_short_until,
             requested_at=now if demand.requests else self._requested_at,
             request_rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
@@ -308,14 +315,14 @@ class ReplicaHandle:
 
     @property
     def _running(self) -> int:
-        return self._load.running + self._load.background if self._load is not None else 0
+        return self._load.running + self._load.background
 
     @property
     def _standby_bytes(self) -> int:
         """Host memory that it holds where it sleeps now; else the most that it may, with what it keeps of its KV. On a
         CPU the page cache has its weights, which is nobody's budget."""
-        if self.status is not None and self.status.residency is Residency.MEMORY:
-            return self.status.memory_bytes
+        if self.usage.residency is Residency.MEMORY:
+            return self.usage.memory_bytes
         if self._sizes is None:
             return self.model.kept_kv_bytes + (self.model.weights_bytes if self._copies_weights else 0)
         return self._sizes.standby_bytes
@@ -328,18 +335,20 @@ class ReplicaHandle:
 
     def _take_load(self, load: ReplicaLoad, now: float) -> None:
         """Counts arrivals, and since when some wait, from what changed since the last load."""
-        started = load.counters.get("started", 0)
-        self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + max(0, started - self._started) / _RATE_S
+        started, short_of_blocks = (
+            load.counters.get(name, 0) - self._load.counters.get(name, 0) for name in ("started", "short_of_blocks")
+        )
+        self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + max(0, started) / _RATE_S
         self._rate_at = now
-        if started > self._started or load.running or load.waiting:
+        if started > 0 or load.running or load.waiting:
             self._requested_at = now
         if not load.waiting:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        if _lacks_kv(load, self._load):
+        if short_of_blocks > 0:  # of the pool, rather than of what their accounts may have
             self._kv_short_until = now + _KV_SHORTAGE_S
-        self._load, self._started = load, started
+        self._load = load
 
     def _learn_times(self, transition: Transition, status: PlacementStatus, now: float) -> None:
         if status.problem:
@@ -358,9 +367,3 @@ def _completes(transition: Transition, status: PlacementStatus) -> bool:
     if transition.kind in ("start", "end"):
         return transition.kind == "start"
     return bool(status.problem) or status.residency is transition.placement.residency
-
-
-def _lacks_kv(load: ReplicaLoad, before: ReplicaLoad | None) -> bool:
-    """Whether sequences lacked blocks of the pool lately, rather than what their accounts may have."""
-    counted = 0 if before is None else before.counters.get("short_of_blocks", 0)
-    return load.counters.get("short_of_blocks", 0) > counted
