@@ -100,8 +100,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _names(asked: str) -> list[str]:
-    names = [START, *SHAPES] if asked in ("", "all") else asked.split(",")
+def _names(shapes: str) -> list[str]:
+    names = [START, *SHAPES] if shapes in ("", "all") else shapes.split(",")
     unknown = [name for name in names if name not in SHAPES and name != START]
     if unknown:
         sys.exit(f"no shape {', '.join(unknown)}; --list tells of those there are")
@@ -126,9 +126,9 @@ def _keep(rows: list[dict[str, Any]], figure: ShapeResult, peer: float | None, o
     print(f"{shape:28} {figure.value:10.3f} {figure.unit:6}{beside}{against}", flush=True)
     if options.json:
         path = Path(options.json)
-        kept = json.loads(path.read_text()) if path.exists() else []
-        kept = [other for other in kept if other["shape"] != shape] + [row]
-        path.write_text(json.dumps(kept, indent=1) + "\n")
+        rows_before = json.loads(path.read_text()) if path.exists() else []
+        document = [other for other in rows_before if other["shape"] != shape] + [row]
+        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _hardware() -> str:
@@ -139,8 +139,8 @@ def _hardware() -> str:
 
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
+    described = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return os.environ.get("HEARTH_COMMIT") or described.stdout.strip() or "unknown"
 
 
 def _profile(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes, count: int, folder: str | None) -> None:

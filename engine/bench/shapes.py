@@ -107,13 +107,13 @@ def _grammar(count: int, engine: BenchEngine, bound: RooflineBound, sizes: Workl
     sequences = sizes.scaled(count)
     took_ms: dict[Grammar | None, list[float]] = {grammar: [], None: []}
     with contextlib.closing(engine.grammars()) as grammars:
-        for asked in (grammar, None) * sizes.repeats:
+        for row_grammar in (grammar, None) * sizes.repeats:
             with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
                 for index in range(sequences):
                     prompt = _prompt(engine, sizes.prompt, index)
-                    session.submit(prompt, sizes.steps * 4 + 64, temperature=1.0, grammar=asked)
+                    session.submit(prompt, sizes.steps * 4 + 64, temperature=1.0, grammar=row_grammar)
                 session.run_until_all_stream()
-                took_ms[asked].append(session.steps_ms(sizes.steps))
+                took_ms[row_grammar].append(session.steps_ms(sizes.steps))
     on_ms, off_ms = statistics.median(took_ms[grammar]), statistics.median(took_ms[None])
     name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
     cost = ShapeResult(f"{name} cost", max(0.0, 100 * (1 - off_ms / on_ms)), "%")
@@ -165,15 +165,15 @@ def _throughput(
 
 
 def _mixed(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
-    found = []
+    rates = []
     for seed in (1, 2):
         draw, count = random.Random(seed), sizes.scaled(512)
         lengths = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(count)]
         prompts = [_prompt(engine, length // sizes.scale + 1, index) for index, (length, _) in enumerate(lengths)]
         outputs = [output // sizes.scale + 1 for _, output in lengths]
-        found.append(_throughput(engine, sizes, prompts, outputs, 0.0))
+        rates.append(_throughput(engine, sizes, prompts, outputs, 0.0))
     best = bound.throughput([(len(tokens), output) for tokens, output in zip(prompts, outputs, strict=True)])
-    return [ShapeResult("mixed-512", statistics.median(found), "tok/s", best)]
+    return [ShapeResult("mixed-512", statistics.median(rates), "tok/s", best)]
 
 
 def nano_vllm_requests(count: int) -> tuple[list[list[int]], list[int]]:

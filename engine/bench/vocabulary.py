@@ -39,20 +39,20 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 def _pieces(count: int) -> list[bytes]:
     pick = random.Random(0)
-    found = dict.fromkeys(bytes([byte]) for byte in _LETTERS)
+    pieces = dict.fromkeys(bytes([byte]) for byte in _LETTERS)
     common = [str(number).zfill(width) for width in (1, 2, 3) for number in range(10**width)]
     common += [first + last for first in _PUNCTUATION for last in ("", *_PUNCTUATION)]
-    common += [f" {each}" for each in _PUNCTUATION] + [each * length for each in " \n\t" for length in range(2, 17)]
-    found |= dict.fromkeys(each.encode() for each in common)
-    while len(found) < count:
-        found[_word(pick).encode()] = None
-    return list(found)[:count]
+    common += [f" {mark}" for mark in _PUNCTUATION] + [blank * length for blank in " \n\t" for length in range(2, 17)]
+    pieces |= dict.fromkeys(piece.encode() for piece in common)
+    while len(pieces) < count:
+        pieces[_word(pick).encode()] = None
+    return list(pieces)[:count]
 
 
 def _word(pick: random.Random) -> str:
     if pick.random() < _OTHER_SCRIPTS_PART:
         return "".join(chr(pick.randrange(*pick.choice(_SCRIPTS))) for _ in range(pick.randint(1, 3)))
-    parts = (pick.choice(each) for _ in range(pick.randint(1, 3)) for each in (_HEADS, _VOWELS, _TAILS))
+    parts = (pick.choice(sounds) for _ in range(pick.randint(1, 3)) for sounds in (_HEADS, _VOWELS, _TAILS))
     word = "".join(parts)
     return pick.choice(["", " ", " "]) + pick.choice([word, word, word, word.capitalize(), word.upper()])
 

@@ -117,7 +117,7 @@ class Bf12Weight:
 def stack_matrices(matrices: Sequence[Bf12Matrix]) -> Bf12Weight:
     """The matrices below each other in this order."""
     return Bf12Weight(
-        torch.cat([each.words_NW for each in matrices]), index_escapes([each.escapes for each in matrices])
+        torch.cat([matrix.words_NW for matrix in matrices]), index_escapes([matrix.escapes for matrix in matrices])
     )
 
 
@@ -236,15 +236,15 @@ def index_escapes(escapes: Sequence[Escapes]) -> EscapeIndex:
     """The index of the escapes of matrices below each other in this order."""
     scales, places, values, counts = [], [], [], []
     first = 0
-    for each in escapes:
-        assert each.inputs == escapes[0].inputs
-        scales_N = torch.ldexp(torch.ones(each.outputs), each.bases_N.cpu().int() - 128)
-        scales.append(scales_N.to(each.bases_N.device).where(each.bases_N != ZEROS, 0.0))
-        n_E, k_E = each.positions_E // each.inputs + first, each.positions_E % each.inputs
+    for matrix in escapes:
+        assert matrix.inputs == escapes[0].inputs
+        scales_N = torch.ldexp(torch.ones(matrix.outputs), matrix.bases_N.cpu().int() - 128)
+        scales.append(scales_N.to(matrix.bases_N.device).where(matrix.bases_N != ZEROS, 0.0))
+        n_E, k_E = matrix.positions_E // matrix.inputs + first, matrix.positions_E % matrix.inputs
         places.append(((n_E & 0x7FFF) << 16 | k_E).int())
-        values.append(each.values_E)
+        values.append(matrix.values_E)
         counts.append(n_E // GROUP_OUTPUTS)
-        first += each.outputs
+        first += matrix.outputs
     groups = -(-first // GROUP_OUTPUTS)
     ends = torch.bincount(torch.cat(counts), minlength=groups).cumsum(0)
     firsts_G = torch.cat((ends.new_zeros(1), ends)).int()

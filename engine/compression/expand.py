@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,7 +20,6 @@ from typing import Final
 import torch
 import xxhash
 
-from engine.bf12.metadata import Bf12Metadata
 from engine.compression import checksums
 from engine.compression.program import add_options, device_for, print_json, run_program, threads_for
 from engine.compression.reader import SourceFiles, map_ordered
@@ -29,24 +27,14 @@ from engine.compression.report import ExpansionReport
 from engine.compression.source import list_names, weight_files
 from engine.compression.target import atomic_folder, copy_file, require_absent, require_disk_space
 from engine.compression.writer import tensor_bytes, write_at
-from engine.weights.bf12_reader import gather_tensors, original_header, read_metadata
+from engine.weights.bf12_reader import CompressedFile, read_compressed
 from engine.weights.pieces import read_matrices
 from engine.weights.progress import ProgressBar
-from engine.weights.safetensors_header import SafetensorsHeader, read_header, tensors_in
+from engine.weights.safetensors_header import read_header
 from engine.weights.streaming import FilePiece, expand_piece, split_pieces
-from engine.weights.tensor_index import CheckpointError, StoredTensor
+from engine.weights.tensor_index import CheckpointError
 
 _RETRY_HINT: Final = "get the file again"
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedFile:
-    """A compressed file: the tensors that it was made of by name, its metadata, and the original's header."""
-
-    path: Path
-    tensors: dict[str, StoredTensor]
-    metadata: Bf12Metadata
-    original: SafetensorsHeader
 
 
 def expand_folder(source: Path, target: Path, device: torch.device) -> ExpansionReport:
@@ -55,7 +43,8 @@ def expand_folder(source: Path, target: Path, device: torch.device) -> Expansion
     started = time.monotonic()
     require_absent(target)
     names = list_names(source)
-    files = {name: file for name in weight_files(source, names) if (file := read_compressed(source / name)) is not None}
+    opened = {name: read_compressed(source / name, read_header(source / name)) for name in weight_files(source, names)}
+    files = {name: file for name, file in opened.items() if file is not None}
     if not files:
         raise CheckpointError(f"{source} is not compressed: there is nothing to expand")
     copied = [name for name in names if name not in files]
@@ -80,16 +69,6 @@ def expand_folder(source: Path, target: Path, device: torch.device) -> Expansion
         source_files.require_unchanged()
     stored = sum(file.path.stat().st_size for file in files.values())
     return ExpansionReport(str(source), str(target), len(files), stored, size, round(time.monotonic() - started, 3))
-
-
-def read_compressed(path: Path) -> CompressedFile | None:
-    """The compressed file there; None where it is not compressed. Raises CheckpointError."""
-    header = read_header(path)
-    metadata = read_metadata(path, header)
-    if metadata is None:
-        return None
-    tensors = gather_tensors(path, tensors_in(path, header), metadata)
-    return CompressedFile(path, tensors, metadata, original_header(path, metadata))
 
 
 def main() -> int:

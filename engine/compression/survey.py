@@ -73,7 +73,7 @@ class CodingSurvey:
         """The decision on a tensor. Reads all tensors of its group the first time."""
         if name not in self._decisions:
             group = self._group.get(name, TensorGroup((name,)))
-            self._decisions |= self._decide_group([self._tensors[each] for each in group.names], group.gated)
+            self._decisions |= self._decide_group([self._tensors[member] for member in group.names], group.gated)
         return self._decisions[name]
 
     def _decide_group(self, group: Sequence[TensorSpan], gated: bool) -> dict[str, CodingDecision]:

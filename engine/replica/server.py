@@ -36,11 +36,6 @@ class _EventHandler(logging.Handler):
         log("note", logger=record.name, message=record.getMessage())
 
 
-def parse_spec(document: str) -> ReplicaSpec:
-    """Raises msgspec.ValidationError where the document is no ReplicaSpec."""
-    return msgspec.json.decode(document, type=ReplicaSpec)
-
-
 def run(spec: ReplicaSpec, open_model: ModelOpener, bounds: ReplicaLimits | None = None) -> int:
     """Loads the model, then serves until told to end or until the parent process is gone. Returns the exit status."""
     parent = os.getppid()
@@ -105,7 +100,7 @@ def main(argv: list[str]) -> int:
         print("usage: python -m engine.replica.server '<ReplicaSpec JSON>'", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO, handlers=[_EventHandler()])
-    spec = parse_spec(argv[0])
+    spec = msgspec.json.decode(argv[0], type=ReplicaSpec)
     if spec.device != "cpu" and "torch" not in sys.modules and gpus.visible_gpus(os.environ):
         gpus.prewarm_driver()
     from engine.execution.open import inference_mode, open_model  # only here: tests serve models without torch

@@ -143,7 +143,7 @@ class SleepController:
     def _wake(self, transition: _Transition) -> PlacementStatus | None:
         self._begin(transition)
         self._loop.zero_freed()
-        extents = self._wanted_extents(transition.target)
+        extents = self._target_extents(transition.target)
         plan = WakeExtents([], []) if self._kv is None else self._kv.pool.plan_wake(extents)
         try:
             transition.moved_bytes += self._sleeper.wake(plan.extents, plan.restore)
@@ -161,19 +161,19 @@ class SleepController:
         paged, kv = self._paged, self._kv
         if paged is None or kv is None:
             return self._end(transition)
-        wanted, mapped = self._wanted_extents(transition.target), len(paged.mapped)
-        if wanted == mapped:
+        target, mapped = self._target_extents(transition.target), len(paged.mapped)
+        if target == mapped:
             return self._end(transition)
         self._begin(transition)
-        if wanted > mapped:
-            extents = kv.pool.extents_to_grow(min(wanted - mapped, EXTENTS_AT_ONCE))
+        if target > mapped:
+            extents = kv.pool.extents_to_grow(min(target - mapped, EXTENTS_AT_ONCE))
             try:
                 paged.map(extents)
             except OutOfDeviceMemory as error:
                 return self._end(transition, str(error))
             kv.grow(extents)
             return None
-        shrunk = self._shrink(paged, kv, transition, min(mapped - wanted, EXTENTS_AT_ONCE))
+        shrunk = self._shrink(paged, kv, transition, min(mapped - target, EXTENTS_AT_ONCE))
         return None if shrunk else self._end(transition)
 
     def _shrink(self, paged: PagedMemory, kv: KVManager, transition: _Transition, count: int) -> bool:
@@ -193,7 +193,7 @@ class SleepController:
         if self._kv is not None:
             self._kv.finish_wake(plan)
 
-    def _wanted_extents(self, target: SetPlacement) -> int:
+    def _target_extents(self, target: SetPlacement) -> int:
         """How many extents fit into what the model may hold, never fewer than it needs to serve at all."""
         if target.device_bytes is None or self._paged is None:
             return len(self._mapped()) if self.residency == Residency.DEVICE else self._extents

@@ -5,7 +5,7 @@ shared by all that it forks; they get a spec, an environment and descriptors, an
 
     python -m engine.replica.zygote DESCRIPTOR MODULE[:FUNCTION] …
 
-The descriptor is a socket to the machine (starts.py); when that closes, it ends. The functions are called once.
+The descriptor is a socket to the agent (host/forkserver.py); when that closes, it ends. The functions are called once.
 """
 
 import ctypes
@@ -55,9 +55,9 @@ def main(argv: list[str]) -> int:
     return 0 if child is None else _become(child, parent)
 
 
-def _import(told: str) -> None:
-    """What is missing a replica says itself, with what to do."""
-    name, _, function = told.partition(":")
+def _import(entry: str) -> None:
+    """Imports a module, or does without: a replica that lacks it says so itself, with what to do."""
+    name, _, function = entry.partition(":")
     try:
         module = importlib.import_module(name)
         if function:
@@ -111,12 +111,12 @@ def _fork() -> int:
         os.close(writing)
         return 0
     os.close(writing)
-    said = os.read(reading, LENGTH_PREFIX.size)
+    answer = os.read(reading, LENGTH_PREFIX.size)
     os.close(reading)
     os.waitpid(between, 0)
-    if len(said) < LENGTH_PREFIX.size:
+    if len(answer) < LENGTH_PREFIX.size:
         raise OSError("there is no memory or no process left for one more")
-    pid = LENGTH_PREFIX.unpack(said)[0]
+    pid = LENGTH_PREFIX.unpack(answer)[0]
     assert isinstance(pid, int)
     return pid
 
@@ -142,8 +142,8 @@ def _set_process_title(title: str) -> None:
     """What `ps` shows: the command line is memory of our own, as long as it was at the start."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last = (int(field) for field in fields[_ARGUMENTS - 3 : _ARGUMENTS - 1])
-    told = title.encode()[: last - first - 1]
-    ctypes.memmove(first, told.ljust(last - first, b"\0"), last - first)
+    shortened = title.encode()[: last - first - 1]
+    ctypes.memmove(first, shortened.ljust(last - first, b"\0"), last - first)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from engine.models.weight_names import ParameterEntry
-from engine.weights.bf12_reader import gather_tensors, read_metadata
+from engine.weights.bf12_reader import read_compressed
 from engine.weights.safetensors_header import read_header, tensors_in
 from engine.weights.tensor_index import BF12, ITEM_BYTES, CheckpointError, StoredTensor, abbreviate_names
 
@@ -118,9 +118,8 @@ def _paths(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> dict[str, StoredTensor]:
     header = read_header(path)
-    metadata, tensors = read_metadata(path, header), tensors_in(path, header)
-    if metadata is not None:
-        tensors = gather_tensors(path, tensors, metadata)
+    compressed = read_compressed(path, header)
+    tensors = tensors_in(path, header) if compressed is None else compressed.tensors
     for name, tensor in tensors.items():
         if tensor.bf12 is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS):
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; {', '.join(ITEM_BYTES)} are supported")

@@ -100,7 +100,7 @@ def select_formats(
 
 def tensor_shapes(formats: WeightFormats) -> TensorShapes:
     """The tensors of all parameters."""
-    return {name: shape for parameter, each in formats.items() for name, shape in each.tensors(parameter).items()}
+    return {name: shape for parameter, format_ in formats.items() for name, shape in format_.tensors(parameter).items()}
 
 
 def formats_bytes(formats: WeightFormats) -> int:
@@ -109,12 +109,12 @@ def formats_bytes(formats: WeightFormats) -> int:
 
 def bf12_formats_bytes(formats: WeightFormats) -> int:
     """The bytes of what is in 12 bits a number."""
-    return formats_bytes({parameter: each for parameter, each in formats.items() if each.is_bf12})
+    return formats_bytes({parameter: format_ for parameter, format_ in formats.items() if format_.is_bf12})
 
 
 def uncompressed_bytes(formats: WeightFormats) -> int:
     """What the parameters would take if none were in 12 bits."""
-    bf12_numbers = sum(each.numbers for each in formats.values() if each.is_bf12)
+    bf12_numbers = sum(format_.numbers for format_ in formats.values() if format_.is_bf12)
     return formats_bytes(formats) - bf12_formats_bytes(formats) + _BF16_BYTES * bf12_numbers
 
 

@@ -91,7 +91,7 @@ def parse_header(text: str, size: int) -> SafetensorsHeader:
 
 def tensors_in(path: Path, header: SafetensorsHeader) -> dict[str, StoredTensor]:
     """The file's tensors by name."""
-    return {each.name: StoredTensor(path, each.dtype, each.shape, each.first, each.last) for each in header.tensors}
+    return {span.name: StoredTensor(path, span.dtype, span.shape, span.first, span.last) for span in header.tensors}
 
 
 def encode_header(tensors: Iterable[TensorSpan], metadata: Mapping[str, str], first: int = 0) -> bytes:

@@ -508,7 +508,7 @@ def main(argv: list[str]) -> int:
         return TemperedStamps(temper, spec, beat).loaded()
 
     bounds = ReplicaLimits(drain_s=temper.drain_s, unsent_bytes=temper.unsent_bytes, connections=temper.connections)
-    return server.run(server.parse_spec(argv[0]), open_stamps, bounds)
+    return server.run(msgspec.json.decode(argv[0], type=ReplicaSpec), open_stamps, bounds)
 
 
 if __name__ == "__main__":

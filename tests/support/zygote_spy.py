@@ -7,6 +7,9 @@ import signal
 import time
 from typing import Any
 
+import msgspec
+
+from engine.protocol.specs import ReplicaSpec
 from engine.replica import server
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,7 +30,7 @@ def _told(environment: str) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    name = server.parse_spec(argv[0]).model.name
+    name = msgspec.json.decode(argv[0], type=ReplicaSpec).model.name
     print(json.dumps(_told("GIVEN_BY_THE_TEST")), flush=True)
     if name == "stays":
         time.sleep(60)

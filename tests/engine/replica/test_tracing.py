@@ -352,16 +352,19 @@ LOOK = """
 import sys, time
 from array import array
 from pathlib import Path
+import msgspec
 from engine.process.heartbeat import Heartbeat
+from engine.protocol.specs import ReplicaSpec
 from engine.replica import server
 from engine.replica.replica import ReplicaLimits
 from engine.structured_output.manager import StructuredOutputManager
 from tests.support.stamp_engine import Stamps
 
 folder, telemetry = sys.argv[1], sys.argv[2]
-spec = server.parse_spec(
+spec = msgspec.json.decode(
     '{"model": {"name": "m", "folder": ""}, "address": "unix:%s/r", "pulse": "", "boot": 1, "telemetry": %s}'
-    % (folder, telemetry)
+    % (folder, telemetry),
+    type=ReplicaSpec,
 )
 stamps = Stamps(64, 16, 512, 1000, [])
 grammars, heartbeat = StructuredOutputManager(Path(folder), 1), Heartbeat.create(folder + "/p")
