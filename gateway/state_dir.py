@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,21 +73,14 @@ def read_credentials(config: Config) -> Credentials | None:
 
 def write_credentials(config: Config, credentials: Credentials) -> None:
     """Replaces the file in one piece, readable by this user alone."""
-    document = msgspec.json.format(msgspec.json.encode(credentials)) + b"\n"
-    replace_file(config.credentials_path, document)
+    replace_file(config.credentials_path, msgspec.json.format(msgspec.json.encode(credentials)) + b"\n")
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Makes the file in one piece; does nothing where it exists already."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(file, content)
-        os.fsync(file)
-    finally:
-        os.close(file)
-    try:
+    """Makes the file in one piece, for this user alone; does nothing where it exists already."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as unfinished:
+        unfinished.write(content)
+        unfinished.flush()
+        os.fsync(unfinished.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        os.unlink(temporary)
+            os.link(unfinished.name, path)

@@ -10,15 +10,22 @@ from gateway.text.tokenizer import ModelFolderError
 _ENCODERS: Final = ("Bert", "Roberta", "XLMRoberta")
 
 
+def read_json(path: Path, default: Any) -> Any:
+    """The file's JSON; `default` where there is no such file. Raises ModelFolderError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return default
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error
+
+
 def read_model_config(folder: Path) -> dict[str, Any]:
     """Raises ModelFolderError."""
     path = folder / "config.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFolderError(f"{folder} has no config.json") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error
+    document = read_json(path, None)
+    if document is None and not path.exists():
+        raise ModelFolderError(f"{folder} has no config.json")
     if not isinstance(document, dict):
         raise ModelFolderError(f"{path} is no JSON object")
     return document

@@ -4,14 +4,13 @@ It reads the files that sentence-transformers puts beside config.json, and knows
 """
 
 import enum
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from engine.protocol.types import Pooling
-from gateway.catalogue.model_config import architecture_of, context_of, is_encoder
+from gateway.catalogue.model_config import architecture_of, context_of, is_encoder, read_json
 from gateway.config import ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
@@ -92,8 +91,8 @@ def read_embedding_spec(
             )
         return EmbeddingSpec((Pooling.SCORE,), False, 0, frozenset(), tokens_max)
     modules = _modules(folder)
-    max_seq_length = _read(folder / "sentence_bert_config.json").get("max_seq_length")
-    prompts = _read(folder / "config_sentence_transformers.json").get("prompts") or {}
+    max_seq_length = read_json(folder / "sentence_bert_config.json", {}).get("max_seq_length")
+    prompts = read_json(folder / "config_sentence_transformers.json", {}).get("prompts") or {}
     return EmbeddingSpec(
         poolings=_poolings(folder, document, modules, entry),
         normalized="Normalize" in modules,
@@ -107,8 +106,8 @@ def read_embedding_spec(
 
 def _modules(folder: Path) -> dict[str, str]:
     """The kinds of the folder's modules → their folders. Raises ModelFolderError for one that is not served."""
-    listed = _read(folder / "modules.json", [])
-    modules = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
+    listed = read_json(folder / "modules.json", [])
+    modules = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in listed}
     foreign = modules.keys() - {"Transformer", "Pooling", "Normalize"}
     if foreign:
         raise ModelFolderError(f"{folder}: modules.json has {', '.join(sorted(foreign))}, which is not served")
@@ -122,7 +121,7 @@ def _poolings(
     served = (Pooling.MEAN, Pooling.CLS) if encoder else (Pooling.LAST,)
     default_pooling = None if entry.pooling is None else Pooling(entry.pooling)
     if default_pooling is None and "Pooling" in modules:
-        config = _read(folder / modules["Pooling"] / "config.json")
+        config = read_json(folder / modules["Pooling"] / "config.json", {})
         modes = config.get("pooling_mode", [mode for name, mode in _LEGACY.items() if config.get(name)])
         listed = [modes] if isinstance(modes, str) else list(modes)
         if len(listed) != 1 or listed[0] not in _POOLINGS:
@@ -144,13 +143,3 @@ def _cuts(document: Mapping[str, Any], entry: ModelEntryConfig) -> frozenset[int
     if listed:
         return frozenset(map(int, listed))
     return None if entry.matryoshka or document.get("is_matryoshka") else frozenset()
-
-
-def _read(path: Path, default: Any = None) -> Any:
-    """Its JSON; `default`, or an empty object, where there is no such file. Raises ModelFolderError."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {} if default is None else default
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path} is not readable as JSON: {error}") from error

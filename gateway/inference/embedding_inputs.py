@@ -3,6 +3,8 @@
 It knows no replica and no limits of accounts.
 """
 
+from dataclasses import dataclass
+
 from engine.protocol.types import Pooling
 from gateway import errors
 from gateway.catalogue.catalogue import Model
@@ -35,86 +37,71 @@ async def encode_inputs(call: InferenceCall, spec: EmbeddingSpec, inputs: Embedd
     """
     model, context = call.model, call.context
     max_tokens = min(spec.tokens_max, context.fleet.context_tokens(model.name, spec.tokens_max))
-    encoder = _InputEncoder(model, spec, inputs, max_tokens)
-    if inputs.length <= LONG_TEXT_CHARS and not call.zero_retention:
-        return encoder.sequences()
-    return await context.account_locks.run_in_thread(
-        call.caller.account.id, encoder.sequences, fresh=call.zero_retention
-    )
+    encode, private = _InputEncoder(model, spec, inputs, max_tokens).sequences, call.zero_retention
+    if inputs.length <= LONG_TEXT_CHARS and not private:
+        return encode()
+    return await context.account_locks.run_in_thread(call.caller.account.id, encode, fresh=private)
 
 
+@dataclass(frozen=True, slots=True)
 class _InputEncoder:
     """Encodes one call's items into sequences of at most `max_tokens`."""
 
-    def __init__(self, model: Model, spec: EmbeddingSpec, inputs: EmbeddingInputs, max_tokens: int) -> None:
-        self._model = model
-        self._spec = spec
-        self._inputs = inputs
-        self._max_tokens = max_tokens
+    model: Model
+    spec: EmbeddingSpec
+    inputs: EmbeddingInputs
+    max_tokens: int
 
     def sequences(self) -> list[list[int]]:
-        return self._pairs() if Pooling.SCORE in self._spec.poolings else [self._single(i) for i in self._inputs.items]
+        return self._pairs() if Pooling.SCORE in self.spec.poolings else list(map(self._single, self.inputs.items))
 
     def _pairs(self) -> list[list[int]]:
         """The query with each document."""
-        frame, max_tokens = self._model.tokenizer.special_tokens, self._max_tokens
-        query, *documents = [self._encode(item, "") for item in self._inputs.items]
+        frame, max_tokens = self.model.tokenizer.special_tokens, self.max_tokens
+        query, *documents = [self._encode(item, "") for item in self.inputs.items]
         room = max_tokens - frame.pair_count - len(query)
         if room < 1:
             raise errors.text_too_long("query", len(query) + frame.pair_count, max_tokens, cut=False)
-        items = self._inputs.items[1:]
+        items = self.inputs.items[1:]
         return [frame.pair(query, self._fit(item, ids, room)) for item, ids in zip(items, documents, strict=True)]
 
     def _single(self, item: EmbeddingInput) -> list[int]:
         if not isinstance(item.content, str):
-            return self._checked(item, self._fit(item, item.content, self._max_tokens))
-        frame = self._model.tokenizer.special_tokens
-        ids = self._fit(item, self._encode(item, self._prefix(item.kind)), self._max_tokens - frame.count)
-        sequence = frame.single(ids)
+            vocabulary, ids = self.model.vocabulary, self._fit(item, item.content, self.max_tokens)
+            over = [id for id in ids if id >= vocabulary]
+            if over:
+                message = f"'{item.place}': {over[0]} is no token id; the vocabulary has {vocabulary}"
+                raise errors.bad_input(message, item.place)
+            return ids
+        match item.kind:
+            case InputKind.QUERY:
+                prefix = self.spec.prompt(self.inputs.instruction)
+            case InputKind.DOCUMENT:
+                prefix = self.spec.document
+            case InputKind.TEXT:
+                prefix = ""
+        frame = self.model.tokenizer.special_tokens
+        sequence = frame.single(self._fit(item, self._encode(item, prefix), self.max_tokens - frame.count))
         if not sequence:
             raise errors.bad_input(f"'{item.place}' has no tokens; send some text", item.place)
         return sequence
 
-    def _prefix(self, kind: InputKind) -> str:
-        """The words that the model wants before a text of this kind."""
-        match kind:
-            case InputKind.QUERY:
-                return self._spec.prompt(self._inputs.instruction)
-            case InputKind.DOCUMENT:
-                return self._spec.document
-            case InputKind.TEXT:
-                return ""
-
     def _encode(self, item: EmbeddingInput, prefix: str) -> list[int]:
         """The item's ids. A text that cannot fit, and may not be cut, is not encoded at all."""
         assert isinstance(item.content, str)
-        max_chars_per_token = self._model.tokenizer.token_bytes_max
-        if (
-            max_chars_per_token
-            and not self._inputs.truncate
-            and len(item.content) > self._max_tokens * max_chars_per_token
-        ):
-            tokens = len(item.content) // max_chars_per_token
-            raise errors.text_too_long(item.place, tokens, self._max_tokens, cut=True)
+        token_chars = self.model.tokenizer.token_bytes_max
+        if token_chars and not self.inputs.truncate and len(item.content) > self.max_tokens * token_chars:
+            raise errors.text_too_long(item.place, len(item.content) // token_chars, self.max_tokens, cut=True)
         try:
-            return self._model.tokenizer.encode_text(prefix + item.content)
+            return self.model.tokenizer.encode_text(prefix + item.content)
         except TokenizationError as error:
             raise errors.bad_input(f"'{item.place}': {error}", item.place) from None
-
-    def _checked(self, item: EmbeddingInput, ids: list[int]) -> list[int]:
-        """Token ids from the caller. Raises ApiError where the model's vocabulary lacks one."""
-        vocabulary = self._model.vocabulary
-        over = [id for id in ids if id >= vocabulary]
-        if over:
-            message = f"'{item.place}': {over[0]} is no token id; the vocabulary has {vocabulary}"
-            raise errors.bad_input(message, item.place)
-        return ids
 
     def _fit(self, item: EmbeddingInput, ids: list[int], room: int) -> list[int]:
         """The item's ids, or the first of them where it may be cut; the rest of `max_tokens` is taken. Raises
         ApiError."""
         if len(ids) <= room:
             return ids
-        if not self._inputs.truncate:
-            raise errors.text_too_long(item.place, len(ids) + self._max_tokens - room, self._max_tokens, cut=True)
+        if not self.inputs.truncate:
+            raise errors.text_too_long(item.place, len(ids) + self.max_tokens - room, self.max_tokens, cut=True)
         return ids[:room]

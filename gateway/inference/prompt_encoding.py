@@ -29,10 +29,10 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
     context, model = call.context, call.model
     if prompt.bulk <= LONG_TEXT_CHARS and not call.zero_retention:
         return _encode(model, prompt)
-    max_chars_per_token = model.tokenizer.token_bytes_max
+    token_chars = model.tokenizer.token_bytes_max
     context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
-    if max_chars_per_token is not None and prompt.length > context_tokens * max_chars_per_token:
-        raise errors.too_long(prompt.length // max_chars_per_token, context_tokens)
+    if token_chars is not None and prompt.length > context_tokens * token_chars:
+        raise errors.too_long(prompt.length // token_chars, context_tokens)
     private = call.zero_retention
     return await context.account_locks.run_in_thread(
         call.caller.account.id, lambda: _encode(model, prompt, spread=not private), fresh=private

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,53 +22,51 @@ async def healthz(exchange: Exchange) -> None:
     await exchange.answer(200, b'{"alive":true}', [JSON_CONTENT])
 
 
+@dataclass(frozen=True, slots=True)
 class Readiness:
     """Whether this gateway should get calls. Calls wait at most `wait_s` for a replica."""
 
-    def __init__(self, fleet: ReplicaFleet, store: Store, wait_s: float, draining: Callable[[], bool]) -> None:
-        self._fleet = fleet
-        self._store = store
-        self._wait_s = wait_s
-        self._draining = draining
+    fleet: ReplicaFleet
+    store: Store
+    wait_s: float
+    draining: Callable[[], bool]
 
     async def serve(self, exchange: Exchange) -> None:
         problems = await self._problems()
         body = msgspec.json.encode({"ready": not problems, "problems": problems})
-        if problems:
-            await exchange.answer(503, body, [JSON_CONTENT, (b"retry-after", b"1")])
-        else:
-            await exchange.answer(200, body, [JSON_CONTENT])
+        retry = [(b"retry-after", b"1")] if problems else []
+        await exchange.answer(503 if problems else 200, body, [JSON_CONTENT, *retry])
 
     async def _problems(self) -> list[str]:
         """Why this gateway should get no calls now: a model that sleeps is no reason if calls wait long enough for it.
         Words only: no addresses, and nothing that tells of load."""
-        problems = ["draining"] if self._draining() else []
-        waits_s = [replica.expected_s for replica in self._fleet.replicas()]
-        if not any(wait_s is not None and wait_s <= self._wait_s for wait_s in waits_s):
+        problems = ["draining"] if self.draining() else []
+        waits_s = [replica.expected_s for replica in self.fleet.replicas()]
+        if not any(wait_s is not None and wait_s <= self.wait_s for wait_s in waits_s):
             problems.append("no replica is ready")
         try:
-            await self._store.ping()
+            await self.store.ping()
         except StoreUnavailable:
             problems.append("the store does not answer")
         return problems
 
 
+@dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
     """The metrics' text: all of it for the operator's token, else what everybody may read, for networks that may."""
 
-    def __init__(self, metrics: Metrics, authenticator: Authenticator, clients: ClientAddressPolicy) -> None:
-        self._metrics = metrics
-        self._authenticator = authenticator
-        self._clients = clients
+    metrics: Metrics
+    authenticator: Authenticator
+    clients: ClientAddressPolicy
 
     async def serve(self, exchange: Exchange) -> None:
         """A token that is not the operator's, or that cannot be checked while the store is away, counts as none: an
         outage is when the operator needs the metrics most."""
-        text, readable = self._metrics.public_text, self._clients.shows_metrics(exchange.client)
+        text, readable = self.metrics.public_text, self.clients.shows_metrics(exchange.client)
         if b"authorization" in exchange.headers:
             with contextlib.suppress(ApiError):
-                await self._authenticator.verify(exchange, None, (Permission.OPERATOR,))
-                text, readable = self._metrics.operator_text, True
+                await self.authenticator.verify(exchange, None, (Permission.OPERATOR,))
+                text, readable = self.metrics.operator_text, True
         if not readable:
             raise errors.no_route(exchange.path)
         await exchange.answer(200, text(), [(b"content-type", CONTENT_TYPE), (b"cache-control", b"no-store")])
