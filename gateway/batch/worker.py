@@ -11,6 +11,7 @@ the oldest batch is a day old: batches take the room that nobody wants, and get 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -102,8 +103,11 @@ class BatchWorker:
                 group.create_task(self._every(TIDY_S, self._sweep))
                 group.create_task(self._every(PACE_S, self._adjust))
                 group.create_task(self._every(0.0, lambda: self._claim(group)))
-        except asyncio.CancelledError:
-            await self._put_back_claimed()
+        except asyncio.CancelledError:  # another gateway, or this one after a restart, goes on at once
+            try:
+                await self._batches.put_back([item for item, _ in self._claimed.values()], 0.0)
+            except StoreUnavailable as problem:
+                log.warning("batches_left", extra={"fields": {"items": len(self._claimed), "for": str(problem)}})
             raise
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
@@ -121,27 +125,22 @@ class BatchWorker:
         claimed = False
         for model in self._models:
             spare = self._context.fleet.spare(model.name, BACKGROUND_MAX)
-            wanted = min(CLAIM, max(1, self._concurrency.limit // 4))
-            if self._stopped or min(spare, self._concurrency.limit - self.running.total()) < wanted:
+            count = min(CLAIM, max(1, self._concurrency.limit // 4))
+            if self._stopped or min(spare, self._concurrency.limit - self.running.total()) < count:
                 continue
-            for item in await self._batches.claim(model.name, LEASE_S, wanted):
+            for item in await self._batches.claim(model.name, LEASE_S, count):
                 claimed = True
                 self.running[model.name] += 1
                 group.create_task(self._timed(item, model))
                 await asyncio.sleep(0)  # each begins in a turn of the loop of its own, between live requests
         if not claimed:
-            await self._wait()
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._arrived.wait()
 
     async def _timed(self, item: BatchJobItem, model: Model) -> None:
         await self._concurrency.timed(self._run(item, model))
-
-    async def _wait(self) -> None:
-        self._arrived.clear()
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await self._arrived.wait()
-        except TimeoutError:
-            pass
 
     async def _renew(self) -> None:
         """Renews the leases, and ends requests of cancelled batches."""
@@ -154,25 +153,15 @@ class BatchWorker:
         self._concurrency.adjust()
 
     async def _sweep(self) -> None:
+        """Tidies the store up, and sends demand for models that sleep while batches wait for them."""
         await self._batches.sweep()
         self.waiting = await self._batches.waiting([model.name for model in self._models])
-        self._request_models()
-
-    def _request_models(self) -> None:
-        """Sends demand for models that sleep while batches wait for them."""
         fleet, now = self._context.fleet, self._calendar()
         for model in self._models:
             waiting = self.waiting.get(model.name)
             waited_s = now - waiting.oldest_at if waiting is not None and waiting.items else 0.0
-            wanted = not self._stopped and waited_s >= ASLEEP_S and not fleet.serves(model.name)
-            fleet.set_batch_demand(model.name, int(wanted), min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S)))
-
-    async def _put_back_claimed(self) -> None:
-        """Puts back all claimed requests: another gateway, or this one after a restart, goes on at once."""
-        try:
-            await self._batches.put_back([item for item, _ in self._claimed.values()], 0.0)
-        except StoreUnavailable as problem:
-            log.warning("batches_left", extra={"fields": {"items": len(self._claimed), "for": str(problem)}})
+            needed = not self._stopped and waited_s >= ASLEEP_S and not fleet.serves(model.name)
+            fleet.set_batch_demand(model.name, int(needed), min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S)))
 
     async def _run(self, item: BatchJobItem, model: Model) -> None:
         exchange = BackgroundExchange(item.request_id, self._context.clock)

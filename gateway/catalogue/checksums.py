@@ -17,7 +17,7 @@ from tqdm import tqdm
 SUMS_NAME: Final = "SHA256SUMS"
 _LINE: Final = re.compile(r"(\\?)([0-9A-Fa-f]{64}) [ *](.+)")
 _READ_BYTES: Final = 4 << 20
-_THREADS_MOST: Final = 8
+_THREADS_MAX: Final = 8
 
 
 class ChecksumError(ValueError):
@@ -42,14 +42,13 @@ def _parsed(path: Path, number: int, line: str) -> tuple[str, str]:
     match = _LINE.fullmatch(line)
     if match is None:
         raise ChecksumError(f"{path}: line {number} is none of sha256sum's: 64 hex digits, two spaces, a name")
-    name = PurePosixPath(_unescaped(match[3]) if match[1] else match[3])
+    escaped, sum_, text = match.groups()
+    if escaped:
+        text = re.sub(r"\\(.)", lambda pair: "\n" if pair[1] == "n" else pair[1], text)
+    name = PurePosixPath(text)
     if name.is_absolute() or ".." in name.parts:
         raise ChecksumError(f"{path}: line {number} names {str(name)!r}, which is not below the folder")
-    return str(name), match[2].lower()
-
-
-def _unescaped(name: str) -> str:
-    return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], name)
+    return str(name), sum_.lower()
 
 
 def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
@@ -64,7 +63,7 @@ def require_sums(folder: Path, sums: Mapping[str, str]) -> None:
     with (
         tqdm(total=sum(sizes.values()), desc="checking", unit="B", unit_scale=True, disable=not sys.stderr.isatty())
         as bar,
-        ThreadPoolExecutor(min(_THREADS_MOST, os.cpu_count() or 1)) as pool,
+        ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool,
     ):  # fmt: skip
         counted = threading.Lock()
 

@@ -380,22 +380,19 @@ class ReplicaFleet:
             hopeless = before is not None and before.hopeless
             entry = self._replicas.setdefault((address, replica), _ReplicaEntry(state))
             entry.state = state
-            if entry.hopeless and not hopeless:
-                _log_hopeless(report.machine, state)
-            self._follow(entry, group)
+            if entry.hopeless and not hopeless:  # operators learn why its calls are refused, callers only that they are
+                fields = {"machine": report.machine, "model": state.model, "problem": state.problem}
+                log.error("replica_cannot_serve", extra={"fields": {**fields, "quarantined": state.quarantined}})
+            entry.changed.set()
+            if entry.task is None and entry.reachable:
+                entry.task = group.create_task(self._keep_replica(entry))
+            if entry.connection is not None and not (entry.present or entry.coming):
+                entry.connection.abort_unstarted()
         models = frozenset(state.model for state in report.replicas)
         added, machine.models = models - machine.models, models
         for model in added.intersection(self._wake_queue.models):
             machine.send_demand(self._wake_queue.demand(model))
         self._on_change()
-
-    def _follow(self, entry: _ReplicaEntry, group: asyncio.TaskGroup) -> None:
-        """Adapts the connection to a replica to its machine's last report."""
-        entry.changed.set()
-        if entry.task is None and entry.reachable:
-            entry.task = group.create_task(self._keep_replica(entry))
-        if entry.connection is not None and not (entry.present or entry.coming):
-            entry.connection.abort_unstarted()
 
     async def _keep_replica(self, entry: _ReplicaEntry) -> None:
         address, model = entry.state.address, entry.state.model
@@ -433,9 +430,3 @@ class ReplicaFleet:
     def _jittered(self, pause_s: float) -> float:
         """Part of the pause by chance, so that gateways do not all come back at once."""
         return pause_s * self._rng.uniform(0.5, 1.0)
-
-
-def _log_hopeless(machine: str, state: frames.ReplicaState) -> None:
-    """Tells operators why calls of the model are refused; its callers learn only that they are."""
-    fields = {"machine": machine, "model": state.model, "problem": state.problem, "quarantined": state.quarantined}
-    log.error("replica_cannot_serve", extra={"fields": fields})

@@ -8,20 +8,13 @@ from typing import Final
 from engine.protocol.frames import Hello, ReplicaLoad
 
 EVICTION_CAUSES: Final = ("space", "cap", "epoch", "age")  # why blocks were evicted
-QUEUE_REJECTIONS: Final = (
-    "refused_full",
-    "refused_deadline",
-    "expired_requests",
-    "displaced_requests",
-)
+QUEUE_REJECTIONS: Final = ("refused_full", "refused_deadline", "expired_requests", "displaced_requests")
 COUNTER_NAMES: Final = (
     *("lookups", "lookup_tokens", "hit_tokens", "inserted_blocks", "duplicate_blocks", "spared_keys"),
     *(f"evicted_{cause}_blocks" for cause in EVICTION_CAUSES),
     *QUEUE_REJECTIONS,
     *("preemptions", "stale_pages"),
 )
-
-
 RECENT_S: Final = 5.0
 
 

@@ -128,7 +128,10 @@ class ReplicaStream:
         if self.first_token_s is None and step.tokens:
             self.first_token_s = received_s - self._submitted_s
         if step.started is not None:
-            self._start(step.started, received_s)
+            self.started = step.started
+            if self._wake_requested_s is not None:
+                self._on_waited(received_s - self._wake_requested_s)
+                self._wake_requested_s = None
         if step.finish is not None:
             self._open -= 1
         steps = self._steps
@@ -142,12 +145,6 @@ class ReplicaStream:
         self._open = 0
         self._error = error
         self._wake()
-
-    def _start(self, started: frames.SequenceStarted, received_s: float) -> None:
-        self.started = started
-        if self._wake_requested_s is not None:
-            self._on_waited(received_s - self._wake_requested_s)
-            self._wake_requested_s = None
 
     def _join(self, step: OutputDelta) -> bool:
         """Adds the step's tokens to the last waiting step of its choice; false where there is none."""

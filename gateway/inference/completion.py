@@ -4,6 +4,7 @@ It does not know dialects, accounts or replicas.
 """
 
 import secrets
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine.protocol.frames import TokenLogprobs
@@ -31,18 +32,13 @@ from gateway.tool_parsers.reasoning import MARKERS, ReasoningParser
 LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
 
 
+@dataclass(slots=True)
 class _Call:
     """A tool call in the making."""
 
-    __slots__ = ("_fragments", "id", "name")
-
-    def __init__(self, name: str) -> None:
-        self.id = f"call_{secrets.token_hex(12)}"
-        self.name = name
-        self._fragments: list[str] = []
-
-    def add(self, fragment: str) -> None:
-        self._fragments.append(fragment)
+    name: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    fragments: list[str] = field(default_factory=list)
 
     @property
     def begun(self) -> ToolUse:
@@ -50,7 +46,7 @@ class _Call:
 
     @property
     def use(self) -> ToolUse:
-        return ToolUse(self.id, self.name, "".join(self._fragments))
+        return ToolUse(self.id, self.name, "".join(self.fragments))
 
 
 class CompletionBuilder:
@@ -164,7 +160,7 @@ class CompletionBuilder:
                 self._pieces.append(part.text)
                 return parts
             if type(part) is ToolCallDelta:
-                self._calls[-1].add(part.fragment)
+                self._calls[-1].fragments.append(part.fragment)
                 return parts
         if not self._parallel:
             parts = self._first_call(parts, step)
@@ -172,7 +168,7 @@ class CompletionBuilder:
             if type(part) is TextPart:
                 self._pieces.append(part.text)
             elif type(part) is ToolCallDelta:
-                self._calls[-1].add(part.fragment)
+                self._calls[-1].fragments.append(part.fragment)
             elif type(part) is ReasoningPart:
                 self._thoughts.append(part.text)
                 self.thought_tokens = self._tokens

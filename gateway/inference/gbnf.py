@@ -35,19 +35,21 @@ def is_gbnf(source: str) -> bool:
 def gbnf_to_lark(source: str) -> str:
     """Raises ApiError, saying where it is no grammar, or which rule is not there."""
     rules: dict[str, list[_Piece]] = {}
-    for kind, found, line in _tokens(source):
+    for kind, text, line in _tokens(source):
         if kind == "begin":
-            if found in rules:
-                raise _fault(line, f"the rule {found[:64]!r} is there twice")
-            pieces = rules[found] = []
+            if text in rules:
+                raise _fault(line, f"the rule {text[:64]!r} is there twice")
+            pieces = rules[text] = []
         elif not rules:
             raise _fault(line, "a rule begins with its name and ::=")
         else:
-            pieces.append(_piece(kind, found, line))
-    _check_names(rules, line=1 + source.count("\n"))
+            pieces.append(_piece(kind, text, line))
+    named = {piece for pieces in rules.values() for piece in pieces if isinstance(piece, _Rule)} | {"root"}
+    if missing := named - rules.keys():
+        raise _fault(1 + source.count("\n"), f"there is no rule {min(missing)[:64]!r}")
     names = _lark_names(rules)
     written = [
-        f"{names[rule]}: {' '.join(names[one] if isinstance(one, _Rule) else one for one in pieces)}"
+        f"{names[rule]}: {' '.join(names[piece] if isinstance(piece, _Rule) else piece for piece in pieces)}"
         for rule, pieces in rules.items()
     ]
     return "\n".join(["start: answer", f"answer: {names['root']}", *written]) + "\n"
@@ -60,33 +62,27 @@ class _Rule(str):
 _Piece = _Rule | str
 
 
-def _piece(kind: str, found: str, line: int) -> _Piece:
+def _piece(kind: str, text: str, line: int) -> _Piece:
     match kind:
         case "name":
-            return _Rule(found)
+            return _Rule(text)
         case "text":
-            return json.dumps("".join(character for character, _ in _characters(found, line)), ensure_ascii=False)
+            return json.dumps("".join(character for character, _ in _characters(text, line)), ensure_ascii=False)
         case "set":
-            return _set(found, line)
+            return _set(text, line)
         case _:
-            return _ANY if found == "." else "".join(found.split())
-
-
-def _check_names(rules: dict[str, list[_Piece]], line: int) -> None:
-    named = {one for pieces in rules.values() for one in pieces if isinstance(one, _Rule)} | {"root"}
-    if missing := named - rules.keys():
-        raise _fault(line, f"there is no rule {min(missing)[:64]!r}")
+            return _ANY if text == "." else "".join(text.split())
 
 
 def _lark_names(rules: dict[str, list[_Piece]]) -> dict[str, str]:
     """What Lark calls each. Rules that lead back to none are terminals, in capitals: the library makes one automaton of
     each and takes as much by it as it can. Character by character a mask would cost milliseconds, and not microseconds.
     """
-    needs = {rule: {one for one in pieces if isinstance(one, _Rule)} for rule, pieces in rules.items()}
+    needs = {rule: {piece for piece in pieces if isinstance(piece, _Rule)} for rule, pieces in rules.items()}
     needed_by: dict[str, list[str]] = {rule: [] for rule in rules}
     for rule, needed in needs.items():
-        for one in needed:
-            needed_by[one].append(rule)
+        for piece in needed:
+            needed_by[piece].append(rule)
     terminals, ready = set(), [rule for rule, needed in needs.items() if not needed]
     while ready:
         rule = ready.pop()
@@ -103,12 +99,12 @@ def _tokens(source: str) -> Iterator[tuple[str, str, int]]:
     """Kind, text and line of all but white space and comments."""
     at, line = 0, 1
     while at < len(source):
-        found = _TOKEN.match(source, at)
-        if found is None or found.lastgroup is None:
+        token = _TOKEN.match(source, at)
+        if token is None or token.lastgroup is None:
             raise _fault(line, f"{source[at : at + 16]!r} is no part of a grammar")
-        if found.lastgroup != "blank":
-            yield found.lastgroup, found[found.lastgroup], line
-        at, line = found.end(), line + found[0].count("\n")
+        if token.lastgroup != "blank":
+            yield token.lastgroup, token[token.lastgroup], line
+        at, line = token.end(), line + token[0].count("\n")
 
 
 def _characters(text: str, line: int) -> Iterator[tuple[str, bool]]:

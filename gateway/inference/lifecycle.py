@@ -89,7 +89,8 @@ class InferenceCall:
     @property
     def limit_s(self) -> float:
         """How long the call may take, from its first byte on."""
-        return self.options.bound_s(self.context.limits.request_s)
+        longest_s, timeout_ms = self.context.limits.request_s, self.options.timeout_ms
+        return longest_s if timeout_ms is None else min(longest_s, timeout_ms / 1000)
 
     def left_s(self) -> float:
         return self.limit_s - (self.context.clock() - self.exchange.began)

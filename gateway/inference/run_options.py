@@ -58,10 +58,6 @@ class RunOptions:
     session: bytes = b""
     background: bool = False
 
-    def bound_s(self, max_s: float) -> float:
-        """How long the call may take, where no call may take more than `max_s`."""
-        return max_s if self.timeout_ms is None else min(max_s, self.timeout_ms / 1000)
-
     def joined(self, body: RunOptionsBody | None) -> "RunOptions":
         """These options joined with the body's. Raises ApiError where tags are then too many."""
         if body is None:

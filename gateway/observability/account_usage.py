@@ -57,10 +57,9 @@ class AccountUsage:
 
     def _row(self, account_id: str, plan: str) -> AccountUsageRow:
         row = self.rows.get((account_id, plan))
-        if row is not None:
-            return row
-        if self._rows_used < self._max_rows:
+        if row is None:
+            if self._rows_used == self._max_rows:
+                return self.rows.setdefault((OTHER_ACCOUNTS, plan), AccountUsageRow())
             self._rows_used += 1
             row = self.rows[account_id, plan] = AccountUsageRow()
-            return row
-        return self.rows.setdefault((OTHER_ACCOUNTS, plan), AccountUsageRow())
+        return row
