@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from gateway import errors
@@ -20,12 +21,12 @@ ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 CallerHandler = Callable[[Exchange, Caller], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
 class Authenticator:
     """Verifies callers with the accounts; `on_outage` gets the problem when their store does not answer."""
 
-    def __init__(self, accounts: AccountService, on_outage: Callable[[StoreUnavailable], None]) -> None:
-        self._accounts = accounts
-        self._on_outage = on_outage
+    accounts: AccountService
+    on_outage: Callable[[StoreUnavailable], None]
 
     async def verify(self, exchange: Exchange, account_id: str | None, permissions: Sequence[Permission]) -> Caller:
         """Returns the caller, who has one of these permissions if there are any. Raises ApiError.
@@ -33,7 +34,7 @@ class Authenticator:
         A path that names another account than the token's is refused, whether that account exists or not.
         """
         try:
-            caller = await self._accounts.verify(credential_of(exchange))
+            caller = await self.accounts.verify(credential_of(exchange))
         except MalformedToken:
             raise errors.malformed_token() from None
         except Unauthenticated:
@@ -43,7 +44,7 @@ class Authenticator:
         except IssuerUnavailable:
             raise errors.issuer_unavailable() from None
         except StoreUnavailable as problem:
-            self._on_outage(problem)
+            self.on_outage(problem)
             raise errors.store_unavailable() from None
         if account_id is not None and account_id != caller.account.id:
             raise errors.foreign_account()
@@ -56,11 +57,11 @@ class Authenticator:
     async def has_ended(self, credential: str) -> bool:
         """Whether a credential that was in force was revoked or has expired. Raises StoreUnavailable."""
         try:
-            await self._accounts.verify(credential)
+            await self.accounts.verify(credential)
         except (Unauthenticated, AccountSuspended):
             return True
         except StoreUnavailable as problem:
-            self._on_outage(problem)
+            self.on_outage(problem)
             raise
         return False
 

@@ -62,5 +62,5 @@ class OpenRequests:
                     ended = await self._authenticator.has_ended(credential)
                 except StoreUnavailable:
                     break
-                for exchange in [one for one, used in self._credentials.items() if ended and used == credential]:
+                for exchange in [of for of, used in self._credentials.items() if ended and used == credential]:
                     exchange.interrupt(errors.token_ended())

@@ -46,7 +46,7 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
         tracer=tracer or open_tracer(config.telemetry),
         clock=time.monotonic,
     )
-    batches = BatchApi(store.batches, BatchEncryption(secret), config.server.batch_keep_s, tenancy.clock)
+    batches = BatchApi(store.batches, BatchEncryption(secret), int(config.server.batch_keep_s), tenancy.clock)
     lifetime_s = int(config.server.request_s) + KEY_MARGIN_S
     endpoint = InferenceEndpoint(
         context=context,

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from tenants import outbound
@@ -27,24 +28,16 @@ GONE: Final = 410  # the receiver wants no more
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class WebhookSender:
     """One gateway's deliveries. `key_of` gives an account's signing key; `private` allows addresses that are not
     public, and http."""
 
-    def __init__(
-        self,
-        store: NoticeStore,
-        key_of: Callable[[str], bytes],
-        clock: Clock,
-        *,
-        private: bool,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._store = store
-        self._key_of = key_of
-        self._clock = clock
-        self._private = private
-        self._tls = tls or ssl.create_default_context()
+    store: NoticeStore
+    key_of: Callable[[str], bytes]
+    clock: Clock
+    private: bool
+    tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
     async def run(self) -> None:
         """Delivers until cancelled."""
@@ -57,7 +50,7 @@ class WebhookSender:
 
     async def deliver(self) -> int:
         """Tries every notice that is due once, at most AT_ONCE; returns how many there were."""
-        notices = await self._store.claim(self._clock(), LEASE_S, AT_ONCE)
+        notices = await self.store.claim(self.clock(), LEASE_S, AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for notice in notices:
                 group.create_task(self._try(notice))
@@ -73,31 +66,31 @@ class WebhookSender:
             problem = str(error) or "no answer in time"
         try:
             if problem is None:
-                await self._store.close(notice.id)
+                await self.store.close(notice.id)
             elif notice.tries + 1 >= TRIES_MAX:
                 log.error("notice_given_up", extra={"fields": {**fields, "problem": problem}})
-                await self._store.close(notice.id)
+                await self.store.close(notice.id)
             else:
                 log.warning("notice_not_taken", extra={"fields": {**fields, "problem": problem}})
                 wait_s = min(BACKOFF_S * 2**notice.tries, BACKOFF_S_MAX)
-                await self._store.postpone(notice.id, self._clock() + wait_s)
+                await self.store.postpone(notice.id, self.clock() + wait_s)
         except StoreUnavailable:
             pass  # it is due again when its lease ends
 
     async def _post(self, notice: Notice) -> int:
         """Returns the answer's status. The body is not read, and a redirect is not followed. Raises OSError and
         ValueError."""
-        if not self._private and not notice.url.lower().startswith("https:"):
+        if not self.private and not notice.url.lower().startswith("https:"):
             raise ValueError("notices go to https:// addresses alone")
-        timestamp = int(self._clock())
+        timestamp = int(self.clock())
         headers = {
             "content-type": "application/json",
             "webhook-id": notice.id,
             "webhook-timestamp": str(timestamp),
-            "webhook-signature": signature(self._key_of(notice.account_id), notice, timestamp),
+            "webhook-signature": signature(self.key_of(notice.account_id), notice, timestamp),
         }
-        public_only = not self._private
+        public_only = not self.private
         async with outbound.send(
-            "POST", notice.url, self._tls, headers=headers, content=notice.body, public_only=public_only
+            "POST", notice.url, self.tls, headers=headers, content=notice.body, public_only=public_only
         ) as response:
             return response.status_code

@@ -7,6 +7,7 @@ bodies are, then sealed and written.
 import asyncio
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
 
@@ -64,17 +65,15 @@ class BatchesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class BatchApi:
     """Answers calls about the batches of one store. `arrived` is set when a batch arrives."""
 
-    def __init__(
-        self, batches: BatchStore, encryption: BatchEncryption, keep_s: float, calendar: Callable[[], float]
-    ) -> None:
-        self._batches = batches
-        self._encryption = encryption
-        self._keep_s = int(keep_s)
-        self._calendar = calendar
-        self.arrived = asyncio.Event()
+    batches: BatchStore
+    encryption: BatchEncryption
+    keep_s: int
+    calendar: Callable[[], float]
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(
         self,
@@ -101,14 +100,14 @@ class BatchApi:
         options = run_options(exchange.headers, exchange.query)
         if options.reject_if_busy or options.timeout_ms is not None:
             raise bad_input("a queued request waits for its turn; leave 'rejectIfBusy' and time limits out")
-        now = int(self._calendar())
+        now = int(self.calendar())
         batch = BatchJob(
             id=str(uuid.uuid4()),
             account_id=caller.account.id,
             token_id=caller.token_id,
             model=model.name,
             items=len(request.requests),
-            keep_s=self._keep_s,
+            keep_s=self.keep_s,
             created_at=now,
             expires_at=now + ARRIVING_S,
         )
@@ -117,22 +116,22 @@ class BatchApi:
             read.append(check_item(request, place))
             if place % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)
-        if not await self._batches.begin(batch):
+        if not await self.batches.begin(batch):
             raise errors.too_many_batches()
-        cipher = self._encryption.cipher(batch.account_id, batch.id)
+        cipher = self.encryption.cipher(batch.account_id, batch.id)
         for first in range(0, batch.items, _SLICE):
-            stored = (StoredRequest(*one, options.tags, options.metadata) for one in read[first : first + _SLICE])
-            sealed = [cipher.seal_request(place, one) for place, one in enumerate(stored, first)]
-            await self._batches.add_items(batch.account_id, batch.id, first, sealed)
+            slice_ = (StoredRequest(*item, options.tags, options.metadata) for item in read[first : first + _SLICE])
+            sealed = [cipher.seal_request(place, item) for place, item in enumerate(slice_, first)]
+            await self.batches.add_items(batch.account_id, batch.id, first, sealed)
             await asyncio.sleep(0)
-        await self._batches.open(batch.account_id, batch.id)
+        await self.batches.open(batch.account_id, batch.id)
         self.arrived.set()
         await _answer(exchange, {"status": "queued", "request_id": batch.id, "model": model.name})
 
     async def _find(self, caller: Caller, batch_id: str, model: str | None = None) -> BatchJob:
         """The account's batch. Raises ApiError, which is the same for another account's batch, for a model that the
         token may not call, and for a batch that does not exist."""
-        batch = await self._batches.get(caller.account.id, batch_id)
+        batch = await self.batches.get(caller.account.id, batch_id)
         if batch is None or batch.model != (model or batch.model) or not caller.grant.serves(batch.model):
             raise errors.not_found("batch in this account")
         return batch
@@ -148,29 +147,29 @@ class BatchApi:
 
     async def _responses(self, batch: BatchJob) -> msgspec.Raw:
         """The results of all requests that have ended."""
-        cipher, opened = self._encryption.cipher(batch.account_id, batch.id), []
+        cipher, opened = self.encryption.cipher(batch.account_id, batch.id), []
         for first in range(0, batch.items, _SLICE):
-            ended = await self._batches.results(batch.account_id, batch.id, first, _SLICE)
-            opened += [(one.place, cipher.open_result(one.place, one.result)) for one in ended]
+            ended = await self.batches.results(batch.account_id, batch.id, first, _SLICE)
+            opened += [(item.place, cipher.open_result(item.place, item.result)) for item in ended]
             await asyncio.sleep(0)
         return msgspec.Raw(join_responses(opened))
 
     async def list_batches(self, exchange: Exchange, caller: Caller) -> None:
         """The account's batches, the newest first. Raises ApiError."""
-        wanted = decode_query(exchange.query, BatchesQuery).status
+        status = decode_query(exchange.query, BatchesQuery).status
         try:
-            batches = await self._batches.of_account(caller.account.id)
+            batches = await self.batches.of_account(caller.account.id)
         except StoreUnavailable:
             raise errors.store_unavailable() from None
-        shown = [batch for batch in batches if caller.grant.serves(batch.model) and wanted in (None, batch.status)]
-        await _answer(exchange, [_item(batch) for batch in shown])
+        allowed = (batch for batch in batches if caller.grant.serves(batch.model))
+        await _answer(exchange, [_item(batch) for batch in allowed if status in (None, batch.status)])
 
     async def get_or_cancel(self, exchange: Exchange, caller: Caller, batch_id: str) -> None:
         """GET tells how far the batch is, DELETE cancels what has not ended. Raises ApiError."""
         try:
             batch = await self._find(caller, batch_id)
             if exchange.method == "DELETE":
-                await self._batches.close(batch.account_id, batch.id, BatchStatus.CANCELLED)
+                await self.batches.close(batch.account_id, batch.id, BatchStatus.CANCELLED)
                 batch = await self._find(caller, batch_id)
         except StoreUnavailable:
             raise errors.store_unavailable() from None

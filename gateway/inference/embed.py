@@ -20,7 +20,7 @@ from gateway.cluster.stream import ReplicaAsleep, ReplicaLost, ReplicaRejected, 
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.inference.embedding_inputs import check_inputs, encode_inputs
 from gateway.inference.embedding_types import EmbeddingRequest, EmbeddingResult, Floats, RankScore
-from gateway.inference.lifecycle import InferenceCall
+from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.replica_wait import TRIES_MAX, error_of_rejection, submit
 from tenants.limits.reservation import CallUsage
 
@@ -28,7 +28,7 @@ AT_ONCE_MAX: Final = 256  # texts of one call that are at replicas at the same t
 _ROWS_PER_TURN: Final = 16  # vectors that are written before other requests have their turn: a millisecond or two
 
 
-class EmbeddingWork:
+class EmbeddingWork(Work):
     """The work of a call for vectors: a stream for each sequence of tokens."""
 
     operation = "embeddings"
@@ -145,13 +145,10 @@ class EmbeddingWork:
     def spent(self, began: float) -> CallUsage:
         """The sequences that replicas have begun with count."""
         started = {index: stream.started for index, stream in self._streams.items()}
-        cached = self._cached | {index: each.cached_tokens for index, each in started.items() if each is not None}
+        cached = self._cached | {index: start.cached_tokens for index, start in started.items() if start is not None}
         return CallUsage(
             prompt_tokens=sum(len(self._sequences[index]) for index in cached), cached_tokens=sum(cached.values())
         )
-
-    def gateway_s(self, began: float) -> float | None:
-        return None
 
     def cancel(self) -> None:
         for stream in self._streams.values():

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from typing import Final, Protocol
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -35,56 +36,50 @@ log = logging.getLogger(__name__)
 CHECKPOINT_S: Final = 1.0
 
 
-class Work(Protocol):
-    """What a call does at replicas, and what this has cost so far: the only part in which kinds of calls differ."""
+class Work:
+    """What a call does at replicas, and what this has cost so far: the only part in which kinds of calls differ.
 
-    operation: str  # the name of the GenAI conventions, for the span
+    A kind that runs at no replica overrides `run` alone.
+    """
+
+    operation = "chat"  # the name of the GenAI conventions, for the span
 
     async def run(self, call: "InferenceCall") -> None:
         """Does everything from the checked input to the last byte of the answer. Raises ApiError and
         ClientDisconnected."""
-        ...
+        raise NotImplementedError
 
     def spent(self, began: float) -> CallUsage:
         """Tokens so far, and the time from `began` to the first one; the call adds its outcome and its total time."""
-        ...
+        return CallUsage()
 
     def gateway_s(self, began: float) -> float | None:
         """Seconds of the first token's time that the gateway took itself; None before the first token."""
-        ...
+        return None
 
     def cancel(self) -> None:
         """Stops the replicas that still compute. Idempotent, awaits nothing."""
-        ...
 
 
+@dataclass(eq=False, repr=False)
 class InferenceCall:
     """One inference call: its deadline, its reservation, its one end. It ends with exactly one of `settle` (live calls,
     in `live`), `end_recorded` and `release` (calls of batches)."""
 
-    def __init__(
-        self,
-        context: InferenceContext,
-        work: Work,
-        exchange: Exchange,
-        caller: Caller,
-        model: Model,
-        options: RunOptions,
-        *,
-        zero_retention: bool = False,
-    ) -> None:
-        self.context = context
-        self.work = work
-        self.exchange = exchange
-        self.caller = caller
-        self.model = model
-        self.options = options
-        self.zero_retention = zero_retention
-        self.span = context.tracer.start_span(model.name, exchange.headers, work.operation)
-        self.reservation: Reservation | None = None
-        self.outcome = "cancelled"
-        self._checkpoint_at = exchange.began + CHECKPOINT_S
-        self._ended = False
+    context: InferenceContext
+    work: Work
+    exchange: Exchange
+    caller: Caller
+    model: Model
+    options: RunOptions
+    zero_retention: bool = field(default=False, kw_only=True)
+    reservation: Reservation | None = field(default=None, init=False)
+    outcome: str = field(default="cancelled", init=False)
+    _ended: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.span = self.context.tracer.start_span(self.model.name, self.exchange.headers, self.work.operation)
+        self._checkpoint_at = self.exchange.began + CHECKPOINT_S
 
     @property
     def limit_s(self) -> float:

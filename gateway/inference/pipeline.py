@@ -3,6 +3,7 @@ sockets, stores or how a replica is chosen.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -15,7 +16,7 @@ from gateway.cluster.stream import OutputDelta, ReplicaAsleep, ReplicaLost, Repl
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.inference.completion import CompletionBuilder, check_grammar_met
 from gateway.inference.grammar import grammar_error
-from gateway.inference.lifecycle import InferenceCall
+from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.prompt import Prompt
 from gateway.inference.prompt_encoding import (
     check_prompt_fits,
@@ -29,10 +30,8 @@ from gateway.tool_parsers.parts import OutputPart
 from tenants.limits.reservation import CallUsage
 
 
-class TextGeneration:
+class TextGeneration(Work):
     """The work of a call for text: `n` completions of one prompt, from one stream of one replica."""
-
-    operation = "chat"
 
     def __init__(self, prompt: Prompt, reply: Reply) -> None:
         self.prompt = prompt
@@ -168,29 +167,18 @@ class TextGeneration:
             self.stream.cancel()
 
 
-class TokenCount:
+@dataclass(frozen=True)
+class TokenCount(Work):
     """The work of a call that only asks how many tokens a prompt has. It is one request for the limits and costs no
     tokens. `render` makes the body of the answer."""
 
-    operation = "chat"
-
-    def __init__(self, prompt: Prompt, render: Callable[[int], bytes]) -> None:
-        self._prompt = prompt
-        self._render = render
+    prompt: Prompt
+    render: Callable[[int], bytes]
 
     async def run(self, call: InferenceCall) -> None:
         await call.reserve(0)
-        ids = await encode_prompt(call, self._prompt)
-        await call.answer(self._render(len(ids)))
-
-    def spent(self, began: float) -> CallUsage:
-        return CallUsage()
-
-    def gateway_s(self, began: float) -> float | None:
-        return None
-
-    def cancel(self) -> None:
-        """Nothing runs at a replica."""
+        ids = await encode_prompt(call, self.prompt)
+        await call.answer(self.render(len(ids)))
 
 
 class OutputSink(Protocol):

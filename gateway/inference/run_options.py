@@ -89,8 +89,8 @@ def refuse_options(query: bytes) -> None:
             raise bad_input(f"the option '{name}' is not supported here; leave it out", name)
 
 
-def _min(one: int | None, other: int | None) -> int | None:
-    return min((limit for limit in (one, other) if limit is not None), default=None)
+def _min(*limits: int | None) -> int | None:
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _tags(query: bytes) -> tuple[str, ...]:

@@ -327,4 +327,4 @@ def _accounts_text(shares: AccountUsage) -> bytes:
 
 def _counter_lines(name: str, title: str, series: list[str]) -> Iterator[str]:
     yield from (f"# HELP {name} {title}", f"# TYPE {name} counter")
-    yield from (name + one for one in series)
+    yield from (name + sample for sample in series)

@@ -1,21 +1,22 @@
 """Whether the store answers, logged once when it stops and once when it is back. It asks nothing."""
 
 import logging
+from dataclasses import dataclass
 
 from tenants.store.protocol import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class StoreHealth:
     """`down` from the first failed call to the next one that succeeds; `outages` counts such times.
 
     The log has the problem's text, which callers do not get.
     """
 
-    def __init__(self) -> None:
-        self.down = False
-        self.outages = 0
+    down: bool = False
+    outages: int = 0
 
     def mark_down(self, problem: StoreUnavailable) -> None:
         if not self.down:

@@ -6,6 +6,7 @@ No prompt, completion or account is ever in a span. Where no exporter is given n
 import re
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry import trace
@@ -25,17 +26,15 @@ _TRACEPARENT: Final = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16
 _propagator: Final = TraceContextTextMapPropagator()
 
 
+@dataclass(slots=True)
 class RequestSpan:
     """One request's span. `traceparent` goes to the replica; it is the caller's own where tracing is off."""
 
-    __slots__ = ("_span", "traceparent")
-
-    def __init__(self, span: trace.Span | None, traceparent: str) -> None:
-        self._span = span
-        self.traceparent = traceparent
+    span: trace.Span | None
+    traceparent: str
 
     def end(self, spent: CallUsage) -> None:
-        span = self._span
+        span = self.span
         if span is None:
             return
         span.set_attribute("gen_ai.usage.input_tokens", spent.prompt_tokens)

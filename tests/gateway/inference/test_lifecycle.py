@@ -8,17 +8,15 @@ import pytest
 
 from gateway import errors
 from gateway.errors import ApiError
-from gateway.inference.lifecycle import InferenceCall
+from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.run_options import RunOptions
 from tenants.limits.reservation import CallUsage
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
 
-class CountingWork:
+class CountingWork(Work):
     """A work that says what it used, and counts how often it was stopped."""
-
-    operation = "chat"
 
     def __init__(self) -> None:
         self.cancels = 0
@@ -28,9 +26,6 @@ class CountingWork:
 
     def spent(self, began: float) -> CallUsage:
         return CallUsage(prompt_tokens=5, completion_tokens=2)
-
-    def gateway_s(self, began: float) -> float | None:
-        return None
 
     def cancel(self) -> None:
         self.cancels += 1
