@@ -31,11 +31,6 @@ class ParameterEntry:
     sources: tuple[TensorSource, ...]
 
 
-def decoder_prefix(names: Container[str]) -> str:
-    """The prefix of a decoder's names among these: empty where it was stored without its head."""
-    return "" if "embed_tokens.weight" in names else _PREFIX
-
-
 def decoder_entries(config: ModelConfig, prefix: str = _PREFIX) -> list[ParameterEntry]:
     """Every parameter of the model, in the order in which the layers use them."""
     hidden = config.hidden
@@ -52,16 +47,6 @@ def is_unused_tensor(config: ModelConfig, name: str) -> bool:
     """Tensors that checkpoints carry and this model computes itself or needs not: rotary tables, the copy of a tied
     head, and the head of one that gives vectors."""
     return name.endswith("rotary_emb.inv_freq") or ((config.tied_head or config.vectors) and name == "lm_head.weight")
-
-
-def encoder_prefix(names: Container[str]) -> str:
-    """The prefix of the encoder's own names among these. Raises ModelConfigError where the names are no encoder's."""
-    for prefix in _ENCODER_PREFIXES:
-        if prefix + "embeddings.word_embeddings.weight" in names:
-            return prefix
-    raise ModelConfigError(
-        "the checkpoint has no embeddings.word_embeddings.weight: it is not of the kind config.json says"
-    )
 
 
 def encoder_entries(config: EncoderConfig, prefix: str) -> list[ParameterEntry]:
@@ -84,21 +69,32 @@ def encoder_entries(config: EncoderConfig, prefix: str) -> list[ParameterEntry]:
     return entries
 
 
-def is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> bool:
-    """Tensors that checkpoints carry and this model has no use for: positions written out, and other heads."""
-    unused_pooler = not config.scores and name.startswith(f"{prefix}pooler.")
-    return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_ENCODER_HEADS)
-
-
 def required_tensors(
     config: ModelConfig | EncoderConfig, stored: Container[str]
 ) -> tuple[list[ParameterEntry], Callable[[str], bool]]:
     """Every parameter with its tensors, as a checkpoint of these names has them, and which other names may be stored.
     Raises ModelConfigError where the names are of another architecture."""
     if isinstance(config, EncoderConfig):
-        prefix = encoder_prefix(stored)
-        return encoder_entries(config, prefix), lambda name: is_unused_encoder_tensor(config, prefix, name)
-    return decoder_entries(config, decoder_prefix(stored)), lambda name: is_unused_tensor(config, name)
+        prefix = _encoder_prefix(stored)
+        return encoder_entries(config, prefix), lambda name: _is_unused_encoder_tensor(config, prefix, name)
+    prefix = "" if "embed_tokens.weight" in stored else _PREFIX  # where it was stored without its head
+    return decoder_entries(config, prefix), lambda name: is_unused_tensor(config, name)
+
+
+def _encoder_prefix(names: Container[str]) -> str:
+    """The prefix of the encoder's own names among these. Raises ModelConfigError where the names are no encoder's."""
+    for prefix in _ENCODER_PREFIXES:
+        if prefix + "embeddings.word_embeddings.weight" in names:
+            return prefix
+    raise ModelConfigError(
+        "the checkpoint has no embeddings.word_embeddings.weight: it is not of the kind config.json says"
+    )
+
+
+def _is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> bool:
+    """Tensors that checkpoints carry and this model has no use for: positions written out, and other heads."""
+    unused_pooler = not config.scores and name.startswith(f"{prefix}pooler.")
+    return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_ENCODER_HEADS)
 
 
 def _decoder_layer(config: ModelConfig, source: str, prefix: str) -> list[ParameterEntry]:

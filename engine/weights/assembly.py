@@ -75,14 +75,12 @@ def _tied(embedding: Tensor | Bf12Weight) -> Linear:
 
 
 def _linear_of(weight_NK: Tensor | Bf12Weight, bias_N: Tensor | None) -> Linear:
-    if isinstance(weight_NK, Bf12Weight):
-        from engine.layers.linear_bf12 import Bf12Linear  # only here, like the next: a CPU needs no Triton
+    if isinstance(weight_NK, Bf12Weight) or weight_NK.is_cuda:
+        from engine.layers import linear_gpu  # only here: a CPU needs no Triton
 
-        return Bf12Linear(weight_NK, bias_N)
-    if weight_NK.is_cuda:
-        from engine.layers.linear_gpu import GpuLinear
-
-        return GpuLinear(weight_NK, bias_N)
+        if isinstance(weight_NK, Bf12Weight):
+            return linear_gpu.Bf12Linear(weight_NK, bias_N)
+        return linear_gpu.GpuLinear(weight_NK, bias_N)
     return CpuLinear(weight_NK, bias_N)
 
 

@@ -30,8 +30,7 @@ from engine.kernels.bf12_linear_hopper import HopperTiling
 from engine.kernels.linear import LinearTiling
 from engine.kernels.rms_norm import add_norm
 from engine.kernels.swiglu import silu_and_multiply
-from engine.layers.linear_bf12 import multiply_expanded
-from engine.layers.linear_gpu import GpuLinear
+from engine.layers.linear_gpu import GpuLinear, multiply_expanded
 
 GPU: Final = torch.device("cuda")
 _COPIES_BYTES: Final = 400 << 20

@@ -29,8 +29,7 @@ from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.open import open_model
 from engine.kvcache.tensors import KVPool
-from engine.layers.linear_bf12 import Bf12Linear
-from engine.layers.linear_gpu import GpuLinear
+from engine.layers.linear_gpu import Bf12Linear, GpuLinear
 from engine.memory import pinned
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.pinned import PIECE_BYTES

@@ -19,7 +19,7 @@ from engine.bf12.codec import Bf12Weight
 from engine.bf12.metadata import CompressionLevel
 from engine.execution.cpu_runner import CpuRunner
 from engine.execution.open_gpu import describe_memory
-from engine.layers.linear_bf12 import Bf12Linear
+from engine.layers.linear_gpu import Bf12Linear
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
 from engine.models.config import read_decoder_config
