@@ -14,8 +14,7 @@ import torch
 
 from engine.memory.workspace import Workspace
 
-_FINE: Final = (1, 2, 4)
-_STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # up to the one, in steps of the other
+_STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # behind 1, 2, 4: up to the one, in steps of the other
 HOT_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -23,7 +22,7 @@ def capture_sizes(max_rows: int) -> list[int]:
     """The sizes worth a graph, ascending, for up to max_rows rows; the last holds them or is the largest there is."""
     if max_rows == 0:
         return []
-    sizes = list(_FINE)
+    sizes = [1, 2, 4]
     for end, step in _STEPS:
         sizes += range(sizes[-1] - sizes[-1] % step + step, end + 1, step)
     return sizes[: bisect_left(sizes, max_rows) + 1]

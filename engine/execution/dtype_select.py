@@ -21,10 +21,8 @@ def decoder_dtype(model: ModelSpec, config: ModelConfig, device: torch.device) -
     compare; on a GPU the checkpoint's own, in 16 bits."""
     if model.dtype != "auto":
         return _DTYPES[model.dtype]
-    if device.type == "cpu" and config.vectors:
-        return torch.float32
     if device.type == "cpu":
-        return _fastest_dtype(model, config)
+        return torch.float32 if config.vectors else _fastest_dtype(model, config)
     return torch.float16 if config.dtype == "float16" else torch.bfloat16
 
 

@@ -76,16 +76,11 @@ def _open_decoder(
             layout.blocks * layout.block_tokens // tokens, tokens,
         )  # fmt: skip
         return LoadedModel(
-            revision=files.revision,
-            stop_ids=frozenset(config.stop_ids),
+            revision=files.revision, stop_ids=frozenset(config.stop_ids),
             poolings=frozenset({Pooling.LAST} if config.vectors else ()),
-            executor=runner,
-            sampler=runner,
-            paged=memory,
-            sleeper=memory,
-            report=report,
-            resources=resources.pop_all(),
-        )
+            executor=runner, sampler=runner, paged=memory, sleeper=memory,
+            report=report, resources=resources.pop_all(),
+        )  # fmt: skip
 
 
 def model_artifacts(model: ModelSpec, device: str) -> ArtifactFiles[CpuArtifact] | ArtifactFiles[GpuArtifact] | None:

@@ -59,13 +59,8 @@ def open_encoder(model: ModelSpec, device: torch.device, beat: Callable[[], None
     resources = ExitStack()
     resources.callback(memory.close)
     return LoadedModel(
-        revision=files.revision,
-        stop_ids=frozenset(),
+        revision=files.revision, stop_ids=frozenset(),
         poolings=frozenset({Pooling.SCORE} if config.scores else {Pooling.MEAN, Pooling.CLS}),
-        executor=EncoderRunner(memory, limits, beat),
-        sampler=None,
-        paged=None,
-        sleeper=memory,
-        report=report,
-        resources=resources,
-    )
+        executor=EncoderRunner(memory, limits, beat), sampler=None, paged=None, sleeper=memory,
+        report=report, resources=resources,
+    )  # fmt: skip

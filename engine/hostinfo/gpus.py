@@ -85,13 +85,10 @@ def gpu_memory(names: Sequence[str]) -> dict[str, tuple[str, int]]:
 
 def torch_cuda_version() -> str | None:
     """The CUDA version that the installed torch was built for, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        source = Path(spec.origin).with_name("version.py").read_text()
-    except OSError:
-        return None
+    spec, source = importlib.util.find_spec("torch"), ""
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError):
+            source = Path(spec.origin).with_name("version.py").read_text()
     match = re.search(r"^cuda\b.*= *'([\d.]+)'", source, re.MULTILINE)
     return match.group(1) if match else None
 

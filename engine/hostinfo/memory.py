@@ -1,6 +1,7 @@
 """How many bytes of a host's devices and of its memory replicas may hold. It knows no replicas."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -66,11 +67,9 @@ class HostDevice:
 
     def read_size(self, report: Path) -> None:
         """Takes the size from the file that a replica on the device wrote, where there is one."""
-        try:
+        with suppress(OSError, msgspec.MsgspecError):
             memory = msgspec.json.decode(report.read_bytes(), type=MemoryReport)
-        except (OSError, msgspec.MsgspecError):
-            return
-        self.set_size(memory.device_bytes, max(0, memory.device_bytes - DRIVER_RESERVE_BYTES))
+            self.set_size(memory.device_bytes, max(0, memory.device_bytes - DRIVER_RESERVE_BYTES))
 
     def state(self, held_bytes: int, now: float) -> DeviceState:
         return DeviceState(self.label, self.total_bytes, self.budget.at(now), held_bytes)

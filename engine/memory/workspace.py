@@ -38,7 +38,7 @@ class Workspace:
     @property
     def bytes(self) -> int:
         """What the workspace takes of the device when it is mapped."""
-        return sum(region.size for region in self._segments)
+        return sum(self.segments)
 
     @property
     def segments(self) -> list[int]:
