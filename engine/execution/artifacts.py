@@ -116,8 +116,9 @@ def _source(patterns: tuple[str, ...]) -> str:
 
 def _processor() -> str:
     """The first processor's name and features; empty where the system does not say."""
-    processors = _PROCESSORS.read_text() if _PROCESSORS.exists() else ""
-    first, _, _ = processors.partition("\n\n")
+    first = ""
+    with suppress(OSError):
+        first, _, _ = _PROCESSORS.read_text().partition("\n\n")
     return "\n".join(line for line in first.splitlines() if line.startswith(_PROCESSOR))
 
 
