@@ -60,4 +60,4 @@ class LazyHeap(Generic[Item]):
         if key is not None:
             assert entry is not None, "an item can never come up"
             assert entry[0] <= key, "an item comes up too late"
-            assert any(each is entry for each in self._heap), "an entry is lost"
+            assert any(queued is entry for queued in self._heap), "an entry is lost"

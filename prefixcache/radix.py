@@ -74,17 +74,7 @@ class NamespaceRoot(RadixNode):
     Its blocks count for `account` at this moment; it is found by `scope`.
     """
 
-    __slots__ = (
-        "_block_bytes",
-        "_hidden",
-        "_hides",
-        "account",
-        "cached",
-        "leaves",
-        "namespace",
-        "pinned",
-        "scope",
-    )
+    __slots__ = ("_block_bytes", "_hidden", "_hides", "account", "cached", "leaves", "namespace", "pinned", "scope")
 
     def __init__(self, namespace: Namespace, account: "AccountShare", scope: "ScopeState") -> None:
         super().__init__(None, b"", array("Q"), 0, 0.0)

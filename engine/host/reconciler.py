@@ -75,9 +75,9 @@ class PlacementReconciler:
         """All that gateways hear of this machine."""
         snapshot = self._snapshot(now, [self._max_bytes(device) for device in self._devices], True)
         states = []
-        for replica in self.replicas.values():
-            unplaceable = unplaceable_reason(snapshot, replica.name) if replica.has_reported else ""
-            states.append(replica.state(now, unplaceable, estimate_ready_ms(snapshot, replica.name)))
+        for replica, seen in zip(self.replicas.values(), snapshot.replicas, strict=True):
+            unplaceable = unplaceable_reason(snapshot, seen) if replica.has_reported else ""
+            states.append(replica.state(now, unplaceable, estimate_ready_ms(snapshot, seen)))
         used_bytes = [0] * len(self._devices)
         for replica in self.replicas.values():
             used_bytes[replica.device] += replica.usage.device_bytes

@@ -66,9 +66,8 @@ def decide_placement(snapshot: PlacementSnapshot, allowance: MoveAllowance) -> P
     return capacity.decision()
 
 
-def unplaceable_reason(snapshot: PlacementSnapshot, name: str) -> str:
+def unplaceable_reason(snapshot: PlacementSnapshot, replica: ReplicaSnapshot) -> str:
     """Why this replica can never be on a device, in words for callers; empty where it can."""
-    replica = _replica_named(snapshot, name)
     largest = max((max_capacity_bytes(snapshot, replica, device) for device in range(len(snapshot.devices))), default=0)
     if replica.min_bytes <= largest:
         return ""
@@ -77,13 +76,12 @@ def unplaceable_reason(snapshot: PlacementSnapshot, name: str) -> str:
     return f"{needs}, and none has more than {largest:,} for it{beside}"
 
 
-def estimate_ready_ms(snapshot: PlacementSnapshot, name: str) -> int:
+def estimate_ready_ms(snapshot: PlacementSnapshot, replica: ReplicaSnapshot) -> int:
     """Expected time until this replica could serve if it were asked for now: 0 on DEVICE, −1 where `problem` says why
     it never can. Back-off and quarantine are for the agent to add."""
-    replica = _replica_named(snapshot, name)
     if replica.serves:
         return 0
-    if unplaceable_reason(snapshot, name):
+    if unplaceable_reason(snapshot, replica):
         return -1
     seconds = replica.times.start_s if replica.residency is Residency.DISK else replica.times.wake_s
     if replica.toward is not Residency.DEVICE:
@@ -94,10 +92,6 @@ def estimate_ready_ms(snapshot: PlacementSnapshot, name: str) -> int:
             return math.ceil(1000 * (seconds + replica.times.start_s))
         seconds += min(_room_s(capacity, replica, device) for device in devices)
     return max(1, math.ceil(1000 * seconds))
-
-
-def _replica_named(snapshot: PlacementSnapshot, name: str) -> ReplicaSnapshot:
-    return next(replica for replica in snapshot.replicas if replica.name == name)
 
 
 # Demand
@@ -114,7 +108,7 @@ def _arrivals(capacity: PlacementCapacity) -> list[ReplicaSnapshot]:
     demanded = [_demanded_replica(replicas, snapshot.now) for replicas in models.values()]
     others = [replica for replica in demanded if replica is not None and not replica.preferences.pinned]
     ordered = pinned + sorted(others, key=_arrival_order)
-    return [replica for replica in ordered if not unplaceable_reason(snapshot, replica.name)]
+    return [replica for replica in ordered if not unplaceable_reason(snapshot, replica)]
 
 
 def _demanded_replica(replicas: list[ReplicaSnapshot], now: float) -> ReplicaSnapshot | None:
@@ -183,7 +177,7 @@ def _bring_to_device(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> N
         plans = [(plan.cost, other, plan) for other in devices
                  if (plan := plan_eviction(capacity, replica, other, preempt, 0.0))]  # fmt: skip
         if plans:
-            _, device, plan = min(plans, key=lambda each: each[:2])
+            _, device, plan = min(plans, key=lambda candidate: candidate[:2])
             apply_eviction(capacity, replica, device, plan)
     capacity.free_bytes[device] -= replica.lacking_bytes
 
@@ -210,10 +204,9 @@ def _prefetch(capacity: PlacementCapacity) -> None:
     """Starts what is on DISK; then, on devices that are calm, wakes what fits into their free room."""
     snapshot = capacity.snapshot
     by_value = sorted(
-        (replica for replica in snapshot.replicas
-         if replica.is_at_rest and not unplaceable_reason(snapshot, replica.name)),
+        (replica for replica in snapshot.replicas if replica.is_at_rest and not unplaceable_reason(snapshot, replica)),
         key=lambda replica: (-replica.expected_rate(snapshot.now), -replica.preferences.priority),
-    )  # fmt: skip
+    )
     on_disk = [replica for replica in by_value if replica.residency is Residency.DISK and replica.startable]
     for index, replica in enumerate(on_disk):
         _prepare(capacity, replica, max((other.min_bytes for other in on_disk[index + 1 :]), default=0))
@@ -285,11 +278,11 @@ def _rebalance_kv(capacity: PlacementCapacity) -> None:
     """Grows the KV of those that are short of it, or fill it, and takes it from those that are not."""
     for device, budget in enumerate(capacity.snapshot.devices):
         quantum = max(1, budget // _QUANTA)
-        awake = [each for each in capacity.at_rest(device, Residency.DEVICE) if each.granted_bytes < each.max_bytes]
-        for replica in sorted(awake, key=lambda each: (not each.kv_short, each.granted_bytes - each.min_bytes)):
-            wanted, free_bytes = replica.max_bytes - replica.granted_bytes, capacity.free_bytes[device]
-            if (replica.kv_short or replica.kv_used >= _FULL) and free_bytes >= min(quantum, wanted):
-                more = min(wanted, max(quantum, free_bytes // 2), free_bytes)
+        awake = [other for other in capacity.at_rest(device, Residency.DEVICE) if other.granted_bytes < other.max_bytes]
+        for replica in sorted(awake, key=lambda other: (not other.kv_short, other.granted_bytes - other.min_bytes)):
+            growth_bytes, free_bytes = replica.max_bytes - replica.granted_bytes, capacity.free_bytes[device]
+            if (replica.kv_short or replica.kv_used >= _FULL) and free_bytes >= min(quantum, growth_bytes):
+                more = min(growth_bytes, max(quantum, free_bytes // 2), free_bytes)
                 if capacity.allows_resize(device):
                     capacity.free_bytes[device] -= more
                     capacity.resize(replica, replica.granted_bytes + more, "its KV grows")
@@ -301,14 +294,14 @@ def _take_kv(capacity: PlacementCapacity, replica: ReplicaSnapshot, quantum: int
     """Takes KV for a replica from the one that has the most more than it: what is above its need, or half of the
     difference where that one is short too. The replica grows by that when it is free."""
     own_kv_bytes = replica.granted_bytes - replica.min_bytes
-    donor, max_given = None, 0
+    donor, max_spare_bytes = None, 0
     for other in capacity.at_rest(replica.device, Residency.DEVICE):
-        given = other.excess_bytes
+        spare_bytes = other.excess_bytes
         if other.kv_short:
-            given = min(given, (other.granted_bytes - other.min_bytes - own_kv_bytes) // 2)
-        if other.name != replica.name and given > max_given:
-            donor, max_given = other, given
-    taken = min(max_given, replica.max_bytes - replica.granted_bytes)
+            spare_bytes = min(spare_bytes, (other.granted_bytes - other.min_bytes - own_kv_bytes) // 2)
+        if other.name != replica.name and spare_bytes > max_spare_bytes:
+            donor, max_spare_bytes = other, spare_bytes
+    taken = min(max_spare_bytes, replica.max_bytes - replica.granted_bytes)
     if donor is not None and taken >= quantum and capacity.allows_resize(replica.device):
         capacity.incoming_bytes[replica.device] += taken
         capacity.resize(donor, donor.held_bytes - taken, f"{replica.model} is short of KV")

@@ -52,16 +52,16 @@ class PrefillAdmission:
             return None
         if account.resuming:
             return next(iter(account.resuming))
-        ready = (each for each in account.waiting if each.compilation is None)
-        return next((each for each in islice(ready, LOOK_AHEAD) if not self._awaits_prefix(each)), None)
+        ready = (sequence for sequence in account.waiting if sequence.compilation is None)
+        return next((sequence for sequence in islice(ready, LOOK_AHEAD) if not self._awaits_prefix(sequence)), None)
 
     def _full(self, account: AccountQueue[Sequence]) -> bool:
         """Whether an account's prompts use up its own part of the rows. Half of that belongs to the oldest prompt, as
         far as it needs them."""
         if self._rows <= 0:
             return True
-        others = [each for each in self._pending if each is not account]
-        requested = [self._rows, *(self._pending[each] for each in others)]
+        others = [other for other in self._pending if other is not account]
+        requested = [self._rows, *(self._pending[other] for other in others)]
         share = fair_shares([account, *others], requested, self._rows)[0]
         oldest = self._oldest[account].pending if account in self._oldest else 0
         return self._pending.get(account, 0) - oldest >= share - min(oldest, share - share // 2)

@@ -41,7 +41,7 @@ class BestEffortBudget:
         rows = sum(live_chunks)
         if live:
             low, high = 0, min(max_rows, self._step_tokens) - rows
-            reads_us = sum(map(costs.reads_us, (each.launched for each in live), live_chunks)) - saved_us
+            reads_us = sum(map(costs.reads_us, (sequence.launched for sequence in live), live_chunks)) - saved_us
             left_us = STEP_SLACK * (costs.rows_us(rows) + max(0.0, reads_us))
         else:
             low, high = 1, min(max_rows, self.max_idle_rows)
@@ -49,10 +49,9 @@ class BestEffortBudget:
 
         def added_us(more: int) -> float:
             chunks = _divide_rows(waiting, more)
-            reads_us = sum(costs.reads_us(each.launched, chunk) for each, chunk in zip(waiting, chunks, strict=False))
-            return (
-                costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows) + reads_us + HOST_US_PER_SEQUENCE * len(chunks)
-            )
+            reads_us = sum(map(costs.reads_us, (sequence.launched for sequence in waiting), chunks))
+            rows_us = costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows)
+            return rows_us + reads_us + HOST_US_PER_SEQUENCE * len(chunks)
 
         fitting = bisect_right(range(1, high + 1), left_us, key=added_us)
         return _divide_rows(waiting, max(low, fitting))

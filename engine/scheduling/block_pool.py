@@ -156,7 +156,7 @@ class BlockPool:
     def cheapest_extents(self, count: int) -> list[int]:
         """Up to so many extents in which the fewest blocks are held, and of those the highest, the best first;
         `min_blocks` blocks stay."""
-        counts = np.add.reduceat(self._held(), range(0, self.total, self._extent_blocks), dtype=np.int64).tolist()
+        counts = np.add.reduceat(self._in_use(), range(0, self.total, self._extent_blocks), dtype=np.int64).tolist()
         chosen = sorted(self._mapped, key=lambda extent: (counts[extent], -extent))[:count]
         while self.mapped_blocks - self.blocks_in(chosen) < self.min_blocks:
             chosen.pop()
@@ -165,8 +165,8 @@ class BlockPool:
     def shrink(self, extents: Items[int]) -> tuple[ShrinkPlan, dict[int, int]]:
         """Takes these extents out of use. What is held in them moves to the lowest blocks that are free elsewhere, of
         which there are enough; also returns the pages that changed."""
-        held, leaving = self._held(), self._blocks_of(extents)
-        sources = [block for block in leaving if held[block]]
+        in_use_B, leaving = self._in_use(), self._blocks_of(extents)
+        sources = [block for block in leaving if in_use_B[block]]
         removed = set(leaving)
         staying = [block for block in self._free if block not in removed]
         targets = sorted(staying)[: len(sources)]
@@ -181,11 +181,11 @@ class BlockPool:
     def sleep(self) -> list[int]:
         """Takes all extents out of use. Returns the blocks that are held, whose contents are kept, in their order."""
         assert self._kept_pages is None, "asleep already"
-        held = self._held().nonzero()[0]
-        self._kept_pages = self._pages[held]
+        blocks_N = self._in_use().nonzero()[0]
+        self._kept_pages = self._pages[blocks_N]
         self._mapped, self._free = set(), []
-        self.absent_blocks = self.total - len(held)
-        blocks: list[int] = held.tolist()
+        self.absent_blocks = self.total - len(blocks_N)
+        blocks: list[int] = blocks_N.tolist()
         return blocks
 
     def plan_wake(self, extents: int) -> WakeExtents:
@@ -224,12 +224,12 @@ class BlockPool:
         size, total = self._extent_blocks, self.total
         return [block for extent in sorted(extents) for block in range(extent * size, min((extent + 1) * size, total))]
 
-    def _held(self) -> NDArray[np.bool_]:
+    def _in_use(self) -> NDArray[np.bool_]:
         """Whether each block has memory and is not free; only while awake."""
-        held = np.zeros(self.total, np.bool_)
-        held[self._blocks_of(self._mapped)] = True
-        held[self._free] = False
-        return held
+        in_use_B = np.zeros(self.total, np.bool_)
+        in_use_B[self._blocks_of(self._mapped)] = True
+        in_use_B[self._free] = False
+        return in_use_B
 
     def _move(self, sources: list[int], targets: list[int]) -> dict[int, int]:
         """Notes that contents moved from one block to the other; returns the new name of each page."""

@@ -103,12 +103,12 @@ class EncoderScheduler:
         self._landed_s = -math.inf
         self._max_rows = max(1, min(self._max_rows, rows) // 2)
         self.intake.counters["steps_out_of_memory"] += 1
-        for each in plans:
-            for text in each.sequences:
+        for launched in plans:
+            for text in launched.sequences:
                 self._stop(text)
                 if text.state == SequenceState.ENDED:
                     continue
-                if alone and each is plan:
+                if alone and launched is plan:
                     self._end(text, FinishReason.ERROR, OUT_OF_MEMORY)
                 else:
                     self._waiting.resume(text)
@@ -172,13 +172,13 @@ class EncoderScheduler:
         assert all(text.inflight_steps == 1 for text in inflight)
         self._waiting.check()
         for queue, background in ((self._waiting.live, False), (self._waiting.best_effort, True)):
-            texts = [each for each in inflight if each.background == background]
-            for account in {each.account_queue for each in texts} | set(queue.running_accounts):
-                own = [each for each in texts if each.account_queue is account]
+            texts = [text for text in inflight if text.background == background]
+            for account in {text.account_queue for text in texts} | set(queue.running_accounts):
+                own = [text for text in texts if text.account_queue is account]
                 assert account.running == len(own)
-                assert account.pending_tokens == sum(each.prompt_tokens for each in own)
-        running = {each for each in self._waiting.sequences.values() if each.state == SequenceState.RUNNING}
-        unended = {each for each in inflight if each.state == SequenceState.RUNNING}
+                assert account.pending_tokens == sum(text.prompt_tokens for text in own)
+        running = {text for text in self._waiting.sequences.values() if text.state == SequenceState.RUNNING}
+        unended = {text for text in inflight if text.state == SequenceState.RUNNING}
         assert running == unended, "a text runs and is not in flight"
 
 

@@ -141,7 +141,7 @@ class FairQueue(Generic[Item]):
     def resume(self, account: AccountQueue[Item], item: Item, work: float) -> None:
         """Queues a preempted item, before those of its account that never started. `stop` comes first."""
         again = {**account.resuming, item: work}
-        account.resuming = {each: again[each] for each in sorted(again, key=self._order)}
+        account.resuming = {queued: again[queued] for queued in sorted(again, key=self._order)}
         self._joined(account, work)
 
     def peek(self, choose: Callable[[AccountQueue[Item]], Item | None]) -> Item | None:
@@ -212,8 +212,8 @@ class FairQueue(Generic[Item]):
 
     def longest_account(self) -> AccountQueue[Item] | None:
         """The account with the most items for its weight that never started, if any has one."""
-        waiting = (each for each in self._accounts.values() if each.waiting)
-        return max(waiting, key=lambda each: len(each.waiting) / each.terms.weight, default=None)
+        waiting = (account for account in self._accounts.values() if account.waiting)
+        return max(waiting, key=lambda account: len(account.waiting) / account.terms.weight, default=None)
 
     def _joined(self, account: AccountQueue[Item], work: float) -> None:
         account.work += work
@@ -260,16 +260,17 @@ class FairQueue(Generic[Item]):
 
     def check(self) -> None:
         accounts = self._accounts.values()
-        assert self._length == sum(len(each.waiting) + len(each.resuming) for each in accounts)
-        assert {each for each in accounts if each.is_eligible} == self.eligible.keys(), "the wrong accounts wait"
-        numbers = [number for _, number, each in self._heap if self.eligible.get(each) == number]
+        assert self._length == sum(len(account.waiting) + len(account.resuming) for account in accounts)
+        assert self.eligible.keys() == {account for account in accounts if account.is_eligible}, "the wrong ones wait"
+        numbers = [number for _, number, account in self._heap if self.eligible.get(account) == number]
         assert sorted(numbers) == sorted(self.eligible.values()), "an account has no turn, or two"
-        for each in accounts:
-            assert min(each.running, each.pending_tokens) >= 0
-            assert list(each.resuming) == sorted(each.resuming, key=self._order)
-            assert abs(each.work - sum([*each.waiting.values(), *each.resuming.values()])) < 1e-6 * (1 + each.work)
-        assert self.running_accounts.keys() == {each for each in accounts if each.running}
-        assert sum(each.is_idle for each in accounts) <= _IDLE_ACCOUNTS_MAX
+        for account in accounts:
+            assert min(account.running, account.pending_tokens) >= 0
+            assert list(account.resuming) == sorted(account.resuming, key=self._order)
+            work = sum([*account.waiting.values(), *account.resuming.values()])
+            assert abs(account.work - work) < 1e-6 * (1 + account.work)
+        assert self.running_accounts.keys() == {account for account in accounts if account.running}
+        assert sum(account.is_idle for account in accounts) <= _IDLE_ACCOUNTS_MAX
 
 
 def fair_shares(accounts: list[AccountQueue[Item]], requested: list[int], rows: int) -> list[int]:

@@ -188,7 +188,7 @@ class KVManager:
         stale = self.pool.are_stale(np.concatenate(pages))
         if not stale.any():
             return []
-        ends = np.cumsum([len(each) for each in pages])
+        ends = np.cumsum([len(part) for part in pages])
         parts = np.split(stale, ends[:-1])
         return [sequence for sequence, part in zip(sequences, parts, strict=True) if part.any()]
 
@@ -199,9 +199,9 @@ class KVManager:
             return
         blocks = suspect.table[: suspect.shared_blocks]
         verified = (
-            common_prefix_length(blocks, each.table[: each.shared_blocks])
-            for each in running
-            if each.finite_samples > 0 and each.namespace == suspect.namespace
+            common_prefix_length(blocks, sequence.table[: sequence.shared_blocks])
+            for sequence in running
+            if sequence.finite_samples > 0 and sequence.namespace == suspect.namespace
         )
         self.tree.forget(suspect.lease, max(0, max(verified, default=0) - suspect.public_blocks))
 

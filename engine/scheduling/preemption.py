@@ -18,12 +18,12 @@ Account = AccountQueue[Sequence]
 
 def victim_under_cap(running: Items[Sequence], account: Account) -> Sequence:
     """The youngest sequence of an account that has reached its cap of blocks."""
-    return next(each for each in reversed(running) if each.account_queue is account)
+    return next(sequence for sequence in reversed(running) if sequence.account_queue is account)
 
 
 def victim_of_shortage(running: Items[Sequence]) -> Sequence:
     """The youngest sequence of the account that holds most blocks for its weight."""
-    return max(running[1:], key=lambda each: (_blocks(each.account_queue), each.start_order))
+    return max(running[1:], key=lambda sequence: (_blocks(sequence.account_queue), sequence.start_order))
 
 
 def victim_for_turn(
@@ -41,8 +41,8 @@ def victim_for_turn(
     needed = share(account) + (missing_blocks or 1) / account.terms.weight
     if richest is account or share(richest) < PREEMPTION_RATIO * needed:
         return None
-    own = [each for each in running[1:] if each.account_queue is richest]
-    victim = max(own, key=lambda each: (not each.inflight_steps, each.start_order), default=None)
+    own = [sequence for sequence in running[1:] if sequence.account_queue is richest]
+    victim = max(own, key=lambda sequence: (not sequence.inflight_steps, sequence.start_order), default=None)
     if victim is None:
         return None
     released = 1 if missing_blocks is None else victim.block_count

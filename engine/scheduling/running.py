@@ -111,7 +111,7 @@ class RunningSequences:
         for account in accounts:
             own = [sequence for sequence in self.sequences if sequence.account_queue is account]
             assert account.running == len(own)
-            assert account.pending_tokens == sum(each.prompt_tokens - each.charged_tokens for each in own)
+            assert account.pending_tokens == sum(sequence.prompt_tokens - sequence.charged_tokens for sequence in own)
         for account in accounts | {sequence.account_queue for sequence in holding}:
-            pages = [each.held_pages() for each in holding if each.account_queue is account]
+            pages = [sequence.held_pages() for sequence in holding if sequence.account_queue is account]
             assert account.readers == Counter(chain.from_iterable(pages))

@@ -151,10 +151,10 @@ class Scheduler:
         rows = int(plan.packed[0])
         plans = list(self.running.inflight)
         assert plans[0] is plan
-        for each in plans:
-            self.running.land(each)
+        for launched in plans:
+            self.running.land(launched)
         self._landed_s = -math.inf
-        for sequence in chain.from_iterable(each.sequences for each in plans):
+        for sequence in chain.from_iterable(launched.sequences for launched in plans):
             sequence.launched = sequence.computed
         self._budget.halve(rows)
         self._counters["steps_out_of_memory"] += 1
@@ -213,7 +213,7 @@ class Scheduler:
 
     def _add_best_effort(self, candidates: list[Sequence], sequences: list[Sequence], chunks: list[int]) -> None:
         """Adds the background sequences to a step that it has room for."""
-        ready = [each for each in candidates if each.launched < each.block_count * self._block_tokens]
+        ready = [sequence for sequence in candidates if sequence.launched < sequence.block_count * self._block_tokens]
         more = self._best_effort.chunks(sequences, chunks, ready, self._budget.saved_us, self._budget.max_rows)
         sequences += ready[: len(more)]
         chunks += more
@@ -253,9 +253,9 @@ class Scheduler:
         stop a sequence that runs alone in it."""
         kv, size, growing = self.kv, self._block_tokens, self.running.sequences
         if self.running.best_effort:
-            growing = [each for each in self.running.sequences if not each.background]
+            growing = [sequence for sequence in self.running.sequences if not sequence.background]
             if not self._best_effort_paused:
-                growing += [each for each in self.running.sequences if each.background]
+                growing += [sequence for sequence in self.running.sequences if sequence.background]
         for sequence in growing:
             if sequence.launched == sequence.block_count * size and sequence.launchable:
                 account = sequence.account_queue
@@ -273,7 +273,7 @@ class Scheduler:
             return victim_under_cap(self.running.sequences, lacking.account_queue)
         if self.running.best_effort:
             self._counters["preemptions_background"] += 1
-            return next(each for each in reversed(self.running.sequences) if each.background)
+            return next(sequence for sequence in reversed(self.running.sequences) if sequence.background)
         self._counters["short_of_blocks"] += 1
         return victim_of_shortage(self.running.sequences)
 
@@ -285,10 +285,10 @@ class Scheduler:
             return
         running = self.running.sequences
         if self._waiting.live.eligible:
-            live = [each for each in running if not each.background]
+            live = [sequence for sequence in running if not sequence.background]
             self._admit_from(self._waiting.live, live, self._budget.rows(live))
         if self._waiting.best_effort.eligible and not self._best_effort_paused:
-            best_effort = [each for each in running if each.background]
+            best_effort = [sequence for sequence in running if sequence.background]
             self._admit_from(self._waiting.best_effort, best_effort, self._best_effort.max_idle_rows)
 
     def _admit_from(self, queue: FairQueue[Sequence], running: list[Sequence], rows: int) -> None:
@@ -352,11 +352,12 @@ class Scheduler:
 
     def _preempt_best_effort(self) -> bool:
         """Preempts the youngest background sequence that is not in flight: none is launched while a live one waits."""
-        landed = [each for each in self.running.sequences if each.background and not each.inflight_steps]
-        if landed:
-            self.preempt(landed[-1])
-            self._counters["preemptions_background"] += 1
-        return bool(landed)
+        for sequence in reversed(self.running.sequences):
+            if sequence.background and not sequence.inflight_steps:
+                self.preempt(sequence)
+                self._counters["preemptions_background"] += 1
+                return True
+        return False
 
     # Outcome
 

@@ -45,7 +45,7 @@ def plan_step(
         if slices[index].sampling is not None:
             rows[index] = sequence.sampled_row = sampled
             sampled += 1
-    masked = [sequence for sequence, each in zip(sequences, slices, strict=True) if each.masked]
+    masked = [sequence for sequence, part in zip(sequences, slices, strict=True) if part.masked]
     return StepPlan(pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, masked)
 
 

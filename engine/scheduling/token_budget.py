@@ -135,7 +135,7 @@ class _Claims:
         for sequence in prompts:
             accounts.setdefault(sequence.account_queue, []).append(sequence)
         self._accounts = list(accounts)
-        orders = [[oldest, *sorted(others, key=_pending)] for oldest, *others in accounts.values()]
+        orders = [[oldest, *sorted(others, key=lambda prompt: prompt.pending)] for oldest, *others in accounts.values()]
         self._requested = [[sequence.pending - 1 for sequence in order] for order in orders]
         self._sums = [sum(requested) for requested in self._requested]
         self.order = [sequence for order in orders for sequence in order]
@@ -171,7 +171,3 @@ def _prompt_shares(requested: list[int], rows: int) -> list[int]:
         shares.append(min(count, left))
         left -= shares[-1]
     return [min(oldest, rows - sum(shares)), *shares]
-
-
-def _pending(sequence: Sequence) -> int:
-    return sequence.pending

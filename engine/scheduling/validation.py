@@ -9,15 +9,7 @@ import msgspec
 import numpy as np
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import (
-    LOGPROBS_MAX,
-    Pooling,
-    RejectReason,
-    SamplingParams,
-    SchedulingTerms,
-    Scope,
-    ScopeKind,
-)
+from engine.protocol.types import LOGPROBS_MAX, Pooling, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.sequence import Sequence
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 

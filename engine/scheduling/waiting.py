@@ -135,7 +135,7 @@ class WaitingQueue:
                 self._reject(choices, "it waited for as long as it may; try again later")
                 self.counters["expired_requests"] += 1
         if len(self._deadlines) > 64 + 2 * len(self.live):
-            self._deadlines = [each for each in self._deadlines if each[1:] in self.sequences]
+            self._deadlines = [entry for entry in self._deadlines if entry[1:] in self.sequences]
             heapify(self._deadlines)
 
     def take_matchers(self) -> Iterator[tuple[Sequence, str]]:
@@ -224,7 +224,7 @@ class WaitingQueue:
         """All choices of its request, or none where one of them has started or ended."""
         ids = range(sequence.first_id, sequence.first_id + sequence.choices)
         present = [self.sequences.get((sequence.owner, id)) for id in ids]
-        choices = [each for each in present if each is not None and each.start_order < 0]
+        choices = [choice for choice in present if choice is not None and choice.start_order < 0]
         return choices if len(choices) == sequence.choices else []
 
     def _reject(self, choices: list[Sequence], message: str, reason: RejectReason = RejectReason.BUSY) -> None:
@@ -243,7 +243,9 @@ class WaitingQueue:
         assert len(live) == len(self.live)
         assert len(waiting) == len(self.live) + len(self.best_effort)
         assert sum(sequence.pending for sequence in live) == self.live_tokens
-        assert all(not each.block_count and each.lease is None for each in waiting), "a waiting sequence holds blocks"
+        assert all(not sequence.block_count and sequence.lease is None for sequence in waiting), (
+            "a waiting sequence holds blocks"
+        )
         assert all(sequence.state != SequenceState.ENDED for sequence in self.sequences.values()), (
             "an ended one is still known"
         )

@@ -72,6 +72,11 @@ def view(
     return PlacementSnapshot(NOW, replicas, tuple(devices), memory_bytes)
 
 
+def ready_ms(name: str, seen: PlacementSnapshot) -> int:
+    (replica,) = (replica for replica in seen.replicas if replica.name == name)
+    return estimate_ready_ms(seen, replica)
+
+
 def moves(seen: PlacementSnapshot) -> list[tuple[str, int]]:
     decision = decide_placement(seen, MoveAllowance())
     assert decision == decide_placement(seen, MoveAllowance())
@@ -103,7 +108,7 @@ def test_one_wakes_after_the_other_on_each_device() -> None:
     on_its_way = asleep("a", toward=DEVICE, granted_bytes=18 * GB)
     assert not moves(view(on_its_way, second, devices=devices))
     assert moves(view(awake("a"), second, devices=devices)) == [("b", DEVICE)]
-    assert estimate_ready_ms(view(on_its_way, asleep("b"), devices=devices), "b") == 600
+    assert ready_ms("b", view(on_its_way, asleep("b"), devices=devices)) == 600
 
 
 def test_the_heavier_plan_and_the_higher_priority_wake_first() -> None:
@@ -356,26 +361,26 @@ def test_moves_and_resizes_of_a_minute_are_bounded() -> None:
 
 def test_what_can_never_fit_is_said_in_words() -> None:
     large = on_disk("large", min_bytes=40 * GB, **waits())
-    assert "large needs 40,000,000,000 bytes" in unplaceable_reason(view(large), "large")
-    assert estimate_ready_ms(view(large), "large") == -1
+    assert "large needs 40,000,000,000 bytes" in unplaceable_reason(view(large), large)
+    assert ready_ms("large", view(large)) == -1
     assert not moves(view(large))
     beside = view(awake("a", preferences=PlacementPreferences(pinned=True)), on_disk("b", min_bytes=30 * GB, **waits()))
-    assert "beside what is pinned" in unplaceable_reason(beside, "b")
+    assert "beside what is pinned" in unplaceable_reason(beside, beside.replicas[1])
     assert not moves(beside)
 
 
 def test_the_time_until_one_could_serve_counts_its_move_the_room_and_who_is_before_it() -> None:
-    assert estimate_ready_ms(view(awake("a")), "a") == 0
-    assert estimate_ready_ms(view(asleep("a")), "a") == 300
-    assert estimate_ready_ms(view(on_disk("a")), "a") == 4000
-    assert estimate_ready_ms(view(asleep("a", toward=DEVICE)), "a") == 300
+    assert ready_ms("a", view(awake("a"))) == 0
+    assert ready_ms("a", view(asleep("a"))) == 300
+    assert ready_ms("a", view(on_disk("a"))) == 4000
+    assert ready_ms("a", view(asleep("a", toward=DEVICE))) == 300
     full = (awake("a"), awake("b"), asleep("c"))
-    assert estimate_ready_ms(view(*full), "c") == 400
+    assert ready_ms("c", view(*full)) == 400
     busy = (awake("a", running=1), awake("b", running=1), asleep("c"))
-    assert estimate_ready_ms(view(*busy), "c") == 2400
+    assert ready_ms("c", view(*busy)) == 2400
     behind = (awake("a"), awake("b"), asleep("c"), asleep("d", **waits(1.0)))
-    assert estimate_ready_ms(view(*behind), "c") == 800
-    assert estimate_ready_ms(view(on_disk("a", toward=DEVICE, device=0), on_disk("b")), "b") > 4000
+    assert ready_ms("c", view(*behind)) == 800
+    assert ready_ms("b", view(on_disk("a", toward=DEVICE, device=0), on_disk("b"))) > 4000
 
 
 # Over time
