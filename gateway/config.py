@@ -56,29 +56,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     blocked_s: Annotated[float, _doc("a client that reads nothing this long is dropped", gt=0)] = 30.0
     wait_s: Annotated[float, _doc("how long a call waits for a replica that can serve", ge=0)] = 30.0
     request_s: Annotated[float, _doc("longest life of one inference request; then 408", gt=0)] = 900.0
-    region: Annotated[
-        str, _doc("where this gateway and its machines are; accounts may allow some", pattern="^[a-z0-9-]{0,32}$")
-    ] = ""
-    private_notices: Annotated[bool, _doc("notices of soft caps may go to private addresses and over plain http")] = (
-        False
-    )
+    region: Annotated[str, _doc("region of this gateway; accounts may allow some", pattern="^[a-z0-9-]{0,32}$")] = ""
+    private_notices: Annotated[bool, _doc("notices of soft caps may go to private addresses and plain http")] = False
     drain_s: Annotated[float, _doc("on SIGTERM, running streams get this long to end", ge=0)] = 20.0
     scrub_memory: Annotated[
         bool, _doc("all processes overwrite the memory that they free: zero retention then holds for it as well")
     ] = False
-    address_connections: Annotated[
-        int, _doc("open connections of one address, or IPv6 /64, at once; above it 503", ge=1)
-    ] = 4096
-    certificate: Annotated[
-        str, _doc("PEM file of a certificate chain: HTTPS, read anew when the file changes; with `key`")
-    ] = ""
+    address_connections: Annotated[int, _doc("open connections of one address, or IPv6 /64; above it 503", ge=1)] = 4096
+    certificate: Annotated[str, _doc("PEM file of a certificate chain: HTTPS, read anew when changed; with `key`")] = ""
     key: Annotated[str, _doc("PEM file of the certificate's private key, not encrypted")] = ""
-    hosts: Annotated[
-        list[_HostName], _doc("names in Host that are served, also *.example.com; empty: any", max_length=100)
-    ] = []
-    proxies: Annotated[
-        list[str], _doc("networks of proxies whose word on a caller's address counts", max_length=100)
-    ] = []
+    hosts: Annotated[list[_HostName], _doc("served names in Host, also *.example.com; empty: any", max_length=100)] = []
+    proxies: Annotated[list[str], _doc("networks of proxies that tell callers' addresses", max_length=100)] = []
     proxy_header: Annotated[
         str,
         _doc(
@@ -86,12 +74,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pattern="^(x-forwarded-for|forwarded)$",
         ),
     ] = "x-forwarded-for"
-    batch_keep_s: Annotated[
-        float, _doc("a batch's results are kept for so long after its end", ge=60, le=2_592_000)
-    ] = 86_400.0
-    neuron_usd: Annotated[
-        float, _doc("US dollars for a neuron, where a marketplace's list of models is in dollars", ge=0)
-    ] = 0.000011
+    batch_keep_s: Annotated[float, _doc("a batch's results stay so long after its end", ge=60, le=2_592_000)] = 86_400.0
+    neuron_usd: Annotated[float, _doc("US dollars for a neuron, in marketplaces' lists of models", ge=0)] = 0.000011
     metrics_networks: Annotated[
         tuple[str, ...], _doc("networks that read /metrics without an operator's token", max_length=100)
     ] = ("127.0.0.0/8", "::1/128")
@@ -120,12 +104,8 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """[machine]: this host's engine, and the machines that the gateway talks to."""
 
     name: Annotated[str, _doc("name of this machine in logs", pattern="^[A-Za-z0-9._-]{1,64}$")] = "local"
-    address: Annotated[
-        str | None, _doc("unix:PATH or tcp:127.0.0.1:PORT where it listens; default below state_folder")
-    ] = None
-    addresses: Annotated[
-        list[str], _doc("machines that the gateway connects to; empty: this one", max_length=1024)
-    ] = []
+    address: Annotated[str | None, _doc("unix:PATH or tcp:127.0.0.1:PORT to listen on; default in state_folder")] = None
+    addresses: Annotated[list[str], _doc("machines the gateway connects to; empty: this one", max_length=1024)] = []
     folder: Annotated[str | None, _doc("folder of sockets, pulses and logs; default below state_folder")] = None
     device: Annotated[
         str,
@@ -147,9 +127,7 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """[models.price]: neurons per million tokens."""
 
     input: Annotated[float, _doc("neurons per million prompt tokens", ge=0)] = 1000.0
-    cached_input: Annotated[
-        _NotNegative | None, _doc("neurons per million cached prompt tokens; default: a fifth of input")
-    ] = None
+    cached_input: Annotated[_NotNegative | None, _doc("neurons per million cached tokens; default: input / 5")] = None
     output: Annotated[float, _doc("neurons per million completion tokens", ge=0)] = 4000.0
     batch: Annotated[float, _doc("what queued requests cost of these prices", ge=0, le=1)] = 0.5
 
@@ -180,13 +158,9 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Literal["mean", "cls", "last"] | None,
         _doc("how it gives vectors where callers do not say; default: as its folder says"),
     ] = None
-    matryoshka: Annotated[bool | None, _doc("callers may have its vectors cut; default: as its config.json says")] = (
-        None
-    )
+    matryoshka: Annotated[bool | None, _doc("callers may have its vectors cut; default: as config.json says")] = None
     description: Annotated[str, _doc("shown by /ai/models/search", max_length=1000)] = ""
-    aliases: Annotated[
-        list[_Alias], _doc("other names that callers may say for it, such as gpt-4o-mini", max_length=16)
-    ] = []
+    aliases: Annotated[list[_Alias], _doc("other names that callers may say, such as gpt-4o-mini", max_length=16)] = []
     tags: Annotated[list[_Tag], _doc("words beside it in /ai/models/search", max_length=16)] = []
     beta: Annotated[bool, _doc("an experiment, which hide_experimental leaves out of the search")] = False
     planned_deprecation_date: Annotated[
@@ -208,9 +182,7 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "how it writes calls of tools, a name of gateway/tool_parsers/registry.py; default: what its template shows"
         ),
     ] = None
-    default_tokens: Annotated[
-        int, _doc("output tokens where a chat completion names no max_tokens", ge=1, le=1 << 24)
-    ] = 4096
+    default_tokens: Annotated[int, _doc("output tokens of a completion without max_tokens", ge=1, le=1 << 24)] = 4096
     limits_class: Annotated[
         str, _doc("limits of this class of models count its calls", pattern="^[a-z0-9][a-z0-9._-]{0,31}$")
     ] = "standard"
@@ -224,35 +196,21 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_dtype: Annotated[str, _doc("auto, or fp8 to halve KV on GPUs", pattern="^(auto|fp8)$")] = "auto"
     kv_bytes: Annotated[_Positive | None, _doc("memory for KV blocks; default: from what is left")] = None
     block_tokens: Annotated[int, _doc("tokens per KV block", ge=1, le=1024)] = 16
-    step_tokens: Annotated[
-        _StepTokens | None, _doc("token budget of one step; default: 512 on a CPU, by gap_ms on a GPU")
-    ] = None
-    gap_ms: Annotated[
-        float, _doc("longest step that prompts may cause while others stream, on a GPU", ge=1, le=60000)
-    ] = 20.0
-    sequences: Annotated[_Sequences | None, _doc("sequences that run at once; default: 64 on a CPU, 512 on a GPU")] = (
-        None
-    )
+    step_tokens: Annotated[_StepTokens | None, _doc("token budget of a step; default: 512, on a GPU by gap_ms")] = None
+    gap_ms: Annotated[float, _doc("longest GPU step that prompts may cause while others stream", ge=1, le=60000)] = 20.0
+    sequences: Annotated[_Sequences | None, _doc("sequences that run at once; default: 64, on a GPU 512")] = None
     waiting: Annotated[
         _Waiting | None, _doc("sequences that wait at once, above it 429; default: 1024, of texts for vectors 8192")
     ] = None
     scope_floor_blocks: Annotated[int, _doc("cached blocks that others leave a tenant", ge=0)] = 0
-    scope_cap_blocks: Annotated[
-        _Positive | None, _doc("cached blocks that a tenant keeps unused at most; default: no cap")
-    ] = None
+    scope_cap_blocks: Annotated[_Positive | None, _doc("most unused cached blocks of a tenant; default: no cap")] = None
     pinned: Annotated[bool, _doc("never leaves the device, whoever else wants its room")] = False
     priority: Annotated[
         float, _doc("what its waiting calls count beside other models' where there is no room for both", gt=0, le=1e6)
     ] = 1.0
-    resident_s: Annotated[
-        float, _doc("once woken it stays on the device for so long, even with nothing to do", ge=0, le=3600)
-    ] = 0.2
-    wake_s: Annotated[
-        float, _doc("its calls wait so long at most for others' to end; then those are interrupted", ge=0, le=3600)
-    ] = 0.5
-    kept_kv_bytes: Annotated[
-        int, _doc("host memory for the KV of system prompts while it sleeps; 0: none is kept", ge=0)
-    ] = 1 << 30
+    resident_s: Annotated[float, _doc("once woken it stays on the device so long, even idle", ge=0, le=3600)] = 0.2
+    wake_s: Annotated[float, _doc("its calls wait so long for others', then interrupt them", ge=0, le=3600)] = 0.5
+    kept_kv_bytes: Annotated[int, _doc("host memory for KV of system prompts while it sleeps; 0: none", ge=0)] = 1 << 30
     public_prefixes: Annotated[
         list[str], _doc("files of system prompts that every tenant's calls may read from the cache", max_length=64)
     ] = []
@@ -261,24 +219,16 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[telemetry]: traces, and the metrics at /metrics."""
 
-    otlp_url: Annotated[
-        str | None, _doc("OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: no traces")
-    ] = None
-    service: Annotated[str, _doc("service.name of the traces; replicas add -replica", min_length=1, max_length=100)] = (
-        "hearth"
-    )
+    otlp_url: Annotated[str | None, _doc("OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: none")] = None
+    service: Annotated[str, _doc("service.name; replicas add -replica", min_length=1, max_length=100)] = "hearth"
     sample: Annotated[float, _doc("share of requests that are traced", ge=0, le=1)] = 1.0
-    metrics_accounts: Annotated[
-        int, _doc("accounts with series of their own; later ones are summed as other", ge=0, le=10_000)
-    ] = 200
+    metrics_accounts: Annotated[int, _doc("accounts with their own series; others are summed", ge=0, le=10_000)] = 200
 
 
 class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[log]: how all processes write their logs."""
 
-    format: Annotated[
-        str, _doc("json, text for people, or auto: text on a terminal, else json", pattern="^(auto|json|text)$")
-    ] = "auto"
+    format: Annotated[str, _doc("json, text, or auto: text on a terminal", pattern="^(auto|json|text)$")] = "auto"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,20 +2,22 @@
 and prices. It reads folders, and knows nothing of replicas or requests."""
 
 import importlib.resources
+import json
+import tomllib
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from engine.process.files import replace_file
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.bf12_size import read_bf12_size
 from gateway.catalogue.model_config import context_of, read_model_config
 from gateway.catalogue.public_prefixes import public_prefixes
-from gateway.catalogue.registrations import registered_models
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
 from gateway.config import Config, ModelEntryConfig, SettingsError
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
@@ -233,3 +235,46 @@ def _open(config: Config, entry: ModelEntryConfig) -> Model:
         has_reasoning=template_has_reasoning(text.template),
         spec=spec_of(config, entry),
     )
+
+
+# Models that `hearth models add` added: one TOML file each below the state folder, with the settings that it would have
+# in [[models]]. What a folder must hold was looked at before.
+
+
+def registered_models(config: Config) -> list[ModelEntryConfig]:
+    """The registered models, by name. Raises SettingsError for a file that cannot be read."""
+    return [_read_registration(path) for path in sorted(config.added_folder.glob("**/*.toml"))]
+
+
+def save_registration(config: Config, settings: dict[str, Any]) -> None:
+    """Writes the settings of an entry, `name` and `folder` among them, atomically. `parse_registration` reads them."""
+    path = _registration_path(config, settings["name"])
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # JSON writes these values as TOML does, but for one character.
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in settings.items()]
+    replace_file(path, "".join(lines).replace("\x7f", "\\u007f").encode())
+
+
+def remove_registration(config: Config, entry: ModelEntryConfig) -> None:
+    """Removes an entry, which may be gone already. The model's files stay where they are."""
+    _registration_path(config, entry.name).unlink(missing_ok=True)
+
+
+def parse_registration(settings: dict[str, Any], where: object) -> ModelEntryConfig:
+    """Reads settings, also numbers that are written as text. Raises SettingsError, which names `where`."""
+    try:
+        return msgspec.convert(settings, ModelEntryConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{where}: {error}") from error
+
+
+def _read_registration(path: Path) -> ModelEntryConfig:
+    try:
+        return parse_registration(tomllib.loads(path.read_text(encoding="utf-8")), path)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} cannot be read as TOML: {error}; `hearth models add` writes it anew") from error
+
+
+def _registration_path(config: Config, name: str) -> Path:
+    """`@cf/acme/assistant` → added/@cf/acme/assistant.toml."""
+    return config.added_folder / f"{name}.toml"

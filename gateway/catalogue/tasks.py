@@ -38,12 +38,12 @@ class ModelTask(enum.StrEnum):
 class EmbeddingSpec:
     """How a model computes vectors or scores.
 
-    poolings     that callers may ask for; the first where they ask for none.
-    normalized   vectors have length 1.
-    dimensions   of a vector; 0 where the model scores.
-    cuts         lengths that vectors may be cut to; None: any, empty: none.
-    tokens_max   of one text, control tokens included, as the folder says; a replica may take fewer.
-    query        what is put before a query, and document before what it is compared with.
+    poolings            that callers may ask for; the first where they ask for none.
+    normalized          vectors have length 1.
+    dimensions          of a vector; 0 where the model scores.
+    allowed_dimensions  lengths that vectors may be cut to; None: any, empty: none.
+    tokens_max          of one text, control tokens included, as the folder says; a replica may take fewer.
+    query               what is put before a query, and document before what it is compared with.
     """
 
     poolings: tuple[Pooling, ...]

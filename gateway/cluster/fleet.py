@@ -141,12 +141,10 @@ class ReplicaFleet:
         machine_addresses: Sequence[str],
         *,
         on_waited: Callable[[str, float], None] = lambda model, seconds: None,
-        rng: random.Random | None = None,
     ) -> None:
         for address in machine_addresses:
             parse_address(address)  # a wrong address is an error at the start, not a retry for ever
         self._addresses = list(dict.fromkeys(machine_addresses))
-        self._rng = rng or random.Random()
         self.counters = ReplicaCounters()
         self._on_waited = on_waited
         self._wake_queue = WakeQueue(self._send_demand)
@@ -362,7 +360,7 @@ class ReplicaFleet:
                 self._machines.pop(address, None)
                 self._problems[address] = f"the machine at {address} was lost: {machine.close_reason}"
                 backoff.reset()
-            await asyncio.sleep(self._jittered(backoff.fail()))
+            await asyncio.sleep(_jittered(backoff.fail()))
 
     def _on_report(
         self, address: str, machine: MachineConnection, report: frames.MachineState, group: asyncio.TaskGroup
@@ -412,7 +410,7 @@ class ReplicaFleet:
                     entry.problem = ""
                     if await self._use_until_closed(entry, entry.connection):
                         backoff.reset()
-            wait_s = BACKOFF_S[0] if entry.starting else self._jittered(backoff.fail()) if entry.reachable else None
+            wait_s = BACKOFF_S[0] if entry.starting else _jittered(backoff.fail()) if entry.reachable else None
             with contextlib.suppress(TimeoutError):  # a machine's new report ends the wait at once
                 async with asyncio.timeout(wait_s):
                     await entry.changed.wait()
@@ -427,6 +425,7 @@ class ReplicaFleet:
             entry.problem = f"the replica at {replica.address} was lost: {replica.close_reason}"
         return replica.hello is not None
 
-    def _jittered(self, pause_s: float) -> float:
-        """Part of the pause by chance, so that gateways do not all come back at once."""
-        return pause_s * self._rng.uniform(0.5, 1.0)
+
+def _jittered(pause_s: float) -> float:
+    """Part of the pause by chance, so that gateways do not all come back at once."""
+    return pause_s * random.uniform(0.5, 1.0)

@@ -18,15 +18,13 @@ class Candidate(NamedTuple):
     load: int
 
 
-def pick(
-    candidates: Sequence[Candidate], scope: bytes, tokens: bytes, session: bytes = b"", *, balance: float = BALANCE
-) -> int:
+def pick(candidates: Sequence[Candidate], scope: bytes, tokens: bytes, session: bytes = b"") -> int:
     """The index of the replica for a prompt of this scope; `tokens` is packed u32.
 
     A `session` named by the caller takes the place of the tokens, within its scope.
 
     Rendezvous hashing on (scope, first tokens) sends equal system prompts of one tenant to one replica, and moves
-    only the keys of a replica that goes. A replica whose load would pass `balance` × the mean, and LIGHT_LOAD, is
+    only the keys of a replica that goes. A replica whose load would pass BALANCE × the mean, and LIGHT_LOAD, is
     passed over for the next in the key's own order (consistent hashing with bounded loads, Mirrokni et al. 2016).
     Deterministic, O(n log n). xxhash only spreads here: a collision costs time and nothing else.
     """
@@ -34,7 +32,7 @@ def pick(
     if len(candidates) == 1:
         return 0
     mean = (sum(candidate.load for candidate in candidates) + 1) / len(candidates)
-    bound = max(math.ceil(balance * mean), LIGHT_LOAD)
+    bound = max(math.ceil(BALANCE * mean), LIGHT_LOAD)
     key = xxhash.xxh3_64_intdigest(session or _key(tokens), seed=xxhash.xxh3_64_intdigest(scope))
     ranked = sorted(
         (xxhash.xxh3_64_intdigest(candidate.name.encode(), seed=key), index)

@@ -11,7 +11,6 @@ from typing import Final
 from engine.protocol.frames import Submit
 from engine.protocol.types import RejectReason
 from gateway import errors
-from gateway.cluster.client import ReplicaClient
 from gateway.cluster.fleet import NoReplicaAvailable
 from gateway.cluster.stream import ReplicaRejected, ReplicaStream
 from gateway.errors import ApiError
@@ -25,28 +24,24 @@ ANSWER_MARGIN_S: Final = 0.02  # how long before its deadline a call is answered
 
 
 async def submit(call: InferenceCall, order: Submit) -> ReplicaStream:
-    """Waits for a replica that can serve the order, and sends it. Raises ApiError, ReplicaRejected, ReplicaLost."""
-    replica = await acquire_replica(call, order, replica_deadline(call))
-    return replica.submit(order, replica_wait_ms(call, replica.waited_s))
-
-
-async def acquire_replica(call: InferenceCall, order: Submit, deadline: float) -> ReplicaClient:
-    """Waits for a replica until the loop's clock shows `deadline`. A call that must not wait does not wake its model
-    either. Raises ApiError."""
+    """Waits for a replica that can serve the order, and sends it. A call that must not wait does not wake its model
+    either. Raises ApiError, ReplicaRejected, ReplicaLost."""
     fleet, model, options = call.context.fleet, call.model.name, call.options
     if options.reject_if_busy and (busy_s := fleet.busy(model)) is not None:
         raise errors.busy(busy_s)
     # A session belongs to its account, whatever its calls share; other calls are grouped by the prefixes they share.
     scope = order.scope.account if options.session else order.scope.id or order.scope.account
     weight, background = call.caller.account.plan.weight, options.background
+    deadline = replica_deadline(call)
     try:
-        return await fleet.acquire(
+        replica = await fleet.acquire(
             model, scope, order.tokens, deadline, options.session, weight=weight, background=background
         )
     except NoReplicaAvailable as unavailable:
         if options.reject_if_busy and unavailable.loading:
             raise errors.busy(unavailable.retry_after_s) from None
         raise errors.no_replica(model, unavailable.retry_after_s, loading=unavailable.loading) from None
+    return replica.submit(order, replica_wait_ms(call, replica.waited_s))
 
 
 def replica_deadline(call: InferenceCall) -> float:

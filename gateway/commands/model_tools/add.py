@@ -11,14 +11,16 @@ from msgspec import structs
 
 from engine.hostinfo import gpus
 from engine.hostinfo.memory import device_budgets
-from gateway.catalogue.catalogue import BUILT_IN, known_models, pulled_models
-from gateway.catalogue.checksums import SUMS_NAME, ChecksumError, read_sums, require_sums
-from gateway.catalogue.registrations import (
+from gateway.catalogue.catalogue import (
+    BUILT_IN,
+    known_models,
     parse_registration,
+    pulled_models,
     registered_models,
     remove_registration,
     save_registration,
 )
+from gateway.catalogue.checksums import SUMS_NAME, ChecksumError, read_sums, require_sums
 from gateway.commands.model_tools.folder_check import UnservableFolder, inspect_folder
 from gateway.commands.terminal.options import Json, Source
 from gateway.commands.terminal.output import fail, format_bytes, print_either
