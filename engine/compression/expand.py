@@ -20,6 +20,7 @@ from typing import Final
 import torch
 import xxhash
 
+from engine.bf12.metadata import HIGH
 from engine.compression import checksums
 from engine.compression.program import add_options, device_for, print_json, run_program, threads_for
 from engine.compression.reader import SourceFiles, map_ordered
@@ -119,8 +120,8 @@ def _pieces(files: SourceFiles, file: CompressedFile) -> Iterator[FilePiece]:
             yield from split_pieces(name, file.path, stored.first, torch.uint8, target, stored.sums)
         else:
             matrix = read_matrices({name: stored}, lambda: None)[name]
-            if stored.bf12.zstd is not None and matrix.frames is not None:
-                end, last = matrix.frames[-1].stop, stored.bf12.zstd.frames.last
+            if matrix.frames is not None:
+                end, last = matrix.frames[-1].stop, stored.bf12[HIGH].last
                 if any(files.read(file.path, end, last - end)):
                     raise CheckpointError(f"{file.path}: {name} was altered behind its frames: {_RETRY_HINT}")
             yield from matrix.pieces(torch.empty(stored.shape, dtype=torch.bfloat16, device="meta"))

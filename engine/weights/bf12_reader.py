@@ -23,8 +23,10 @@ from engine.bf12.metadata import (
     piece_rows,
 )
 from engine.weights.safetensors_header import SafetensorsHeader, parse_header, tensors_in
-from engine.weights.tensor_index import BF12, Bf12Planes, CheckpointError, StoredTensor, ZstdPlane, abbreviate_names
+from engine.weights.tensor_index import BF12, CheckpointError, StoredTensor, abbreviate_names
 
+_SUMMED_PLANES: Final = {BASES: "U8", POSITIONS: "I64", VALUES: "BF16"}  # suffixes, and what dtype each has
+_ZSTD_PLANES: Final = {HIGH: "U8", HIGH_ENDS: "I64"}
 _RECOMPRESS_HINT: Final = "get the file again, or compress its model anew"
 
 
@@ -72,9 +74,7 @@ class _Gatherer:
     def tensors(self, header: SafetensorsHeader) -> dict[str, StoredTensor]:
         """The tensors of the original, whose header this is."""
         stored, codes = self.stored, self.metadata.codes
-        summed_planes = ("", BASES, POSITIONS, VALUES)
-        zstd_planes = (HIGH, HIGH_ENDS) if self._is_distribution else ()
-        planes = {name + suffix: None for name in codes for suffix in (*summed_planes, *zstd_planes)}
+        planes = {name + suffix: None for name in codes for suffix in ("", *self._plane_dtypes)}
         original = {tensor.name: tensor for tensor in header.tensors}
         self._require_none("lacks", (name for name in original if name not in stored))
         self._require_none("lacks", (name for name in planes if name not in stored))
@@ -85,7 +85,7 @@ class _Gatherer:
             dtype = "BF16" if name in matrices else tensor.dtype
             if name not in original or (original[name].dtype, original[name].shape) != (dtype, tensor.shape):
                 raise self._error(f": {name}, {dtype} {list(tensor.shape)}, is not what was compressed")
-        summed = {name + suffix for name in codes for suffix in summed_planes} | plain.keys()
+        summed = {name + suffix for name in codes for suffix in ("", *_SUMMED_PLANES)} | plain.keys()
         unknown = (name for name in self.metadata.pieces if name not in summed)
         self._require_none("has sums of tensors that are not there:", unknown)
         return matrices | {name: self._with_sums(name, tensor) for name, tensor in plain.items()}
@@ -94,22 +94,22 @@ class _Gatherer:
     def _is_distribution(self) -> bool:
         return self.metadata.level is CompressionLevel.DISTRIBUTION
 
+    @property
+    def _plane_dtypes(self) -> dict[str, str]:
+        return _SUMMED_PLANES | (_ZSTD_PLANES if self._is_distribution else {})
+
     def _matrix(self, name: str) -> StoredTensor:
         shape = self._shape(name)
-        bases = self._plane(name + BASES, "U8")
-        if bases.numbers != shape[0]:
-            raise self._error(f": {name}, {list(shape)}, has {bases.numbers} bases")
-        positions, values = self._plane(name + POSITIONS, "I64"), self._plane(name + VALUES, "BF16")
-        if positions.shape != values.shape or positions.numbers > shape[0] * shape[1]:
-            counts = f"{positions.numbers} positions and {values.numbers} values"
-            raise self._error(f": {name}, {list(shape)}, has {counts} of escapes")
+        planes = {suffix: self._plane(name + suffix, dtype) for suffix, dtype in self._plane_dtypes.items()}
+        bases, positions, values = (planes[suffix].numbers for suffix in _SUMMED_PLANES)
+        if bases != shape[0]:
+            raise self._error(f": {name}, {list(shape)}, has {bases} bases")
+        if positions != values or positions > shape[0] * shape[1]:
+            raise self._error(f": {name}, {list(shape)}, has {positions} positions and {values} values of escapes")
         pieces = -(-shape[0] // piece_rows(shape[1]))
-        planes = Bf12Planes(
-            self._with_sums(name + BASES, bases),
-            self._with_sums(name + POSITIONS, positions),
-            self._with_sums(name + VALUES, values),
-            self._zstd(name, pieces) if self._is_distribution else None,
-        )
+        if self._is_distribution and planes[HIGH_ENDS].numbers != pieces:
+            raise self._error(f": {name} has {planes[HIGH_ENDS].numbers} frames for {pieces} pieces")
+        planes |= {suffix: self._with_sums(name + suffix, planes[suffix]) for suffix in _SUMMED_PLANES}
         return replace(self.stored[name], dtype=BF12, shape=shape, sums=self._sums(name, pieces), bf12=planes)
 
     def _shape(self, name: str) -> tuple[int, int]:
@@ -121,12 +121,6 @@ class _Gatherer:
             if width % words_of_eight == 0 and is_encodable(outputs, width // words_of_eight * 8):
                 return outputs, width // words_of_eight * 8
         raise self._error(f": {name} is {words.dtype} {list(words.shape)}, which are no words")
-
-    def _zstd(self, name: str, pieces: int) -> ZstdPlane:
-        frames, ends = self._plane(name + HIGH, "U8"), self._plane(name + HIGH_ENDS, "I64")
-        if ends.numbers != pieces:
-            raise self._error(f": {name} has {ends.numbers} frames for {pieces} pieces")
-        return ZstdPlane(frames, ends)
 
     def _plane(self, name: str, dtype: str) -> StoredTensor:
         plane = self.stored[name]

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.bf12.codec import Escapes, index_escapes
 from engine.bf12.layout import GROUP_OUTPUTS, words_of
 from engine.models.weight_names import ParameterEntry
-from engine.weights.tensor_index import StoredTensor, bf12_sources
+from engine.weights.tensor_index import StoredTensor, bf12_escapes
 
 TensorShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -136,8 +136,8 @@ def _plain(entry: ParameterEntry, dtype: torch.dtype) -> PlainFormat:
 
 
 def _bf12(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> Bf12Format | None:
-    matrices = bf12_sources(entry, stored)
-    if not matrices:
+    escapes = bf12_escapes(entry, stored)
+    if escapes is None:
         return None
     outputs = sum(source.shape[0] for source in entry.sources)
-    return Bf12Format(outputs, entry.sources[0].shape[1], sum(planes.values.numbers for planes in matrices))
+    return Bf12Format(outputs, entry.sources[0].shape[1], escapes)

@@ -12,9 +12,9 @@ from torch import Tensor
 from engine.bf12 import layout
 from engine.bf12.codec import Escapes
 from engine.bf12.layout import ZEROS, words_of
-from engine.bf12.metadata import ALIGNED_BYTES, BASES, HIGH_ENDS, PIECE_BYTES, POSITIONS, VALUES, piece_rows
+from engine.bf12.metadata import ALIGNED_BYTES, BASES, HIGH, HIGH_ENDS, PIECE_BYTES, POSITIONS, VALUES, piece_rows
 from engine.weights.streaming import Bf12Rows, FilePiece, split_pieces, stream_pieces
-from engine.weights.tensor_index import CheckpointError, StoredTensor, ZstdPlane
+from engine.weights.tensor_index import CheckpointError, StoredTensor
 
 _CPU: Final = torch.device("cpu")
 _DTYPES: Final = {
@@ -59,43 +59,35 @@ def read_matrices(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) 
     small: dict[str, Tensor] = {}
     pieces: list[FilePiece] = []
     for name, tensor in stored.items():
-        for plane_name, plane in _planes(name, tensor):
-            small[plane_name] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
-            pieces += plain_pieces(plane_name, plane, small[plane_name])
+        assert tensor.bf12 is not None
+        for suffix, plane in tensor.bf12.items():
+            if suffix != HIGH:
+                small[name + suffix] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
+                pieces += plain_pieces(name + suffix, plane, small[name + suffix])
     if pieces:
         stream_pieces(pieces, _CPU, lambda _: beat())
     return {name: _matrix(name, tensor, small) for name, tensor in stored.items()}
 
 
-def _planes(name: str, stored: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    assert stored.bf12 is not None
-    yield name + BASES, stored.bf12.bases
-    yield name + POSITIONS, stored.bf12.positions
-    yield name + VALUES, stored.bf12.values
-    if stored.bf12.zstd is not None:
-        yield name + HIGH_ENDS, stored.bf12.zstd.ends
-
-
 def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> StoredMatrix:
-    planes = stored.bf12
-    assert planes is not None
     bases_N, positions_E, values_E = (small[name + suffix] for suffix in (BASES, POSITIONS, VALUES))
     if bool(((bases_N != ZEROS) & ((bases_N < layout.BASES.start) | (bases_N >= layout.BASES.stop))).any()):
         raise CheckpointError(f"{stored.path}: {name} has bases that are none: compress its model anew")
     if len(positions_E) and not _ascend(positions_E, stored.numbers):
         raise CheckpointError(f"{stored.path}: {name} has escapes at no places of it: compress its model anew")
     escapes = Escapes(stored.shape[0], stored.shape[1], bases_N, positions_E, values_E)
-    return StoredMatrix(name, stored, escapes, None if planes.zstd is None else _frames(name, planes.zstd, small))
+    high = None if stored.bf12 is None else stored.bf12.get(HIGH)
+    return StoredMatrix(name, stored, escapes, None if high is None else _frames(name, high, small))
 
 
 def _ascend(positions_E: Tensor, numbers: int) -> bool:
     return bool(positions_E[0] >= 0 and positions_E[-1] < numbers and (positions_E[1:] > positions_E[:-1]).all())
 
 
-def _frames(name: str, zstd: ZstdPlane, small: Mapping[str, Tensor]) -> list[range]:
+def _frames(name: str, high: StoredTensor, small: Mapping[str, Tensor]) -> list[range]:
     ends = small[name + HIGH_ENDS].tolist()
     frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
     fit = all(0 < len(frame) <= PIECE_BYTES for frame in frames)
-    if not fit or not 0 <= zstd.frames.bytes - ends[-1] < ALIGNED_BYTES:
-        raise CheckpointError(f"{zstd.ends.path}: {name} has frames that do not fit: get the file again")
-    return [range(zstd.frames.first + frame.start, zstd.frames.first + frame.stop) for frame in frames]
+    if not fit or not 0 <= high.bytes - ends[-1] < ALIGNED_BYTES:
+        raise CheckpointError(f"{high.path}: {name} has frames that do not fit: get the file again")
+    return [range(high.first + frame.start, high.first + frame.stop) for frame in frames]

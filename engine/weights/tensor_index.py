@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from engine.bf12.metadata import VALUES
 from engine.models.weight_names import ParameterEntry
 
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
@@ -25,7 +26,8 @@ class StoredTensor:
     """One tensor: bytes first … last−1 of its file.
 
     sums    one for each piece (bf12/metadata.py); every tensor of a compressed file has them.
-    bf12    the planes, where the dtype is BF12: then `shape` is the matrix's, and the bytes are those of its words.
+    bf12    the planes by suffix, where the dtype is BF12: then `shape` is the matrix's, and the bytes are its words',
+            the low ones' alone where there is a plane of high ones.
     """
 
     path: Path
@@ -34,7 +36,7 @@ class StoredTensor:
     first: int
     last: int
     sums: tuple[int, ...] | None = None
-    bf12: "Bf12Planes | None" = None
+    bf12: "Mapping[str, StoredTensor] | None" = None
 
     @property
     def numbers(self) -> int:
@@ -43,38 +45,15 @@ class StoredTensor:
     @property
     def bytes(self) -> int:
         """What the file has of it, planes included."""
-        return self.last - self.first + (0 if self.bf12 is None else sum(plane.bytes for plane in self.bf12.all))
+        return self.last - self.first + (0 if self.bf12 is None else sum(plane.bytes for plane in self.bf12.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class ZstdPlane:
-    """High words, compressed for their way: a frame for each piece of words, and where each frame ends."""
-
-    frames: StoredTensor
-    ends: StoredTensor
-
-
-@dataclass(frozen=True, slots=True)
-class Bf12Planes:
-    """What a bf12 tensor has beside its words, which are the low ones alone where the high ones are in `zstd`."""
-
-    bases: StoredTensor
-    positions: StoredTensor
-    values: StoredTensor
-    zstd: ZstdPlane | None
-
-    @property
-    def all(self) -> list[StoredTensor]:
-        zstd = [] if self.zstd is None else [self.zstd.frames, self.zstd.ends]
-        return [self.bases, self.positions, self.values, *zstd]
-
-
-def bf12_sources(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> list[Bf12Planes]:
-    """The planes of a parameter's sources where it can stay in 12 bits: all sources are, with as many inputs. Else
-    none."""
+def bf12_escapes(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> int | None:
+    """How many escapes a parameter's sources have where it can stay in 12 bits: all sources are, with as many inputs.
+    Else None."""
     planes = [bf12 for source in entry.sources if (bf12 := stored[source.name].bf12) is not None]
     alike = len({source.shape[1:] for source in entry.sources}) == 1
-    return planes if alike and len(planes) == len(entry.sources) else []
+    return sum(bf12[VALUES].numbers for bf12 in planes) if alike and len(planes) == len(entry.sources) else None
 
 
 def abbreviate_names(names: Iterable[str]) -> str:

@@ -9,7 +9,6 @@ that it takes a tenth of a second.
 
 import math
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -30,7 +29,7 @@ from engine.models.weight_names import ParameterEntry, required_tensors
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.tensor_index import Bf12Planes, bf12_sources
+from engine.weights.tensor_index import bf12_escapes
 
 
 def inspect_weights(model: ModelSpec) -> InspectionReport:
@@ -48,18 +47,18 @@ def inspect_weights(model: ModelSpec) -> InspectionReport:
     table, is_unused = required_tensors(config, checkpoint.tensors)
     checkpoint.require(table, is_unused)
     decoder = [] if isinstance(config, EncoderConfig) else table
-    bf12 = [(entry, planes) for entry in decoder if (planes := bf12_sources(entry, checkpoint.tensors))]
+    bf12 = [(entry, count) for entry in decoder if (count := bf12_escapes(entry, checkpoint.tensors)) is not None]
     return InspectionReport(
         numbers=sum(math.prod(source.shape) for entry in table for source in entry.sources),
         coded_numbers=sum(math.prod(source.shape) for entry, _ in bf12 for source in entry.sources),
-        coded_bytes=sum(_bf12_bytes(entry, planes) for entry, planes in bf12),
+        coded_bytes=sum(_bf12_bytes(entry, escapes) for entry, escapes in bf12),
     )
 
 
-def _bf12_bytes(entry: ParameterEntry, sources: Iterable[Bf12Planes]) -> int:
+def _bf12_bytes(entry: ParameterEntry, escapes: int) -> int:
     """The bytes of a parameter's words and of its escape index, as formats.py has them, which needs torch."""
     outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
-    escapes, groups = sum(planes.values.numbers for planes in sources), -(-outputs // GROUP_OUTPUTS)
+    groups = -(-outputs // GROUP_OUTPUTS)
     return 4 * (outputs * words_of(inputs) + outputs + groups + 1) + (4 + 2) * escapes
 
 
