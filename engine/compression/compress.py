@@ -29,8 +29,7 @@ from engine.bf12.codec import encode
 from engine.bf12.metadata import PIECE_BYTES, CompressionLevel, piece_rows
 from engine.bf12.zstd_plane import pack_plane
 from engine.compression import checksums
-from engine.compression.program import add_options, device_for, print_json, run_program, threads_for
-from engine.compression.reader import SourceFiles, map_ordered
+from engine.compression.program import add_options, device_for, map_ordered, print_json, run_program, threads_for
 from engine.compression.report import BF12_KIND, CompressionReport, TensorReport, format_report
 from engine.compression.source import SourceFolder, scan_folder
 from engine.compression.survey import (
@@ -53,6 +52,7 @@ from engine.compression.target import (
 from engine.compression.writer import Bf12Writer, EncodedPiece, tensor_bytes
 from engine.weights.progress import ProgressBar
 from engine.weights.safetensors_header import TensorSpan
+from engine.weights.streaming import SourceFiles
 from engine.weights.tensor_index import CheckpointError
 
 _ESCAPE_BYTES: Final = 10

@@ -22,8 +22,7 @@ import xxhash
 
 from engine.bf12.metadata import HIGH
 from engine.compression import checksums
-from engine.compression.program import add_options, device_for, print_json, run_program, threads_for
-from engine.compression.reader import SourceFiles, map_ordered
+from engine.compression.program import add_options, device_for, map_ordered, print_json, run_program, threads_for
 from engine.compression.report import ExpansionReport
 from engine.compression.source import list_names, weight_files
 from engine.compression.target import atomic_folder, copy_file, require_absent, require_disk_space
@@ -32,7 +31,7 @@ from engine.weights.bf12_reader import CompressedFile, read_compressed
 from engine.weights.pieces import read_matrices
 from engine.weights.progress import ProgressBar
 from engine.weights.safetensors_header import read_header
-from engine.weights.streaming import FilePiece, expand_piece, split_pieces
+from engine.weights.streaming import FilePiece, SourceFiles, expand_piece, split_pieces
 from engine.weights.tensor_index import CheckpointError
 
 _RETRY_HINT: Final = "get the file again"
@@ -128,7 +127,8 @@ def _pieces(files: SourceFiles, file: CompressedFile) -> Iterator[FilePiece]:
 
 
 def _original_bytes(files: SourceFiles, device: torch.device, piece: FilePiece) -> memoryview:
-    stored = files.read_piece(piece)
+    stored = bytearray(piece.bytes)
+    files.read_piece(piece, memoryview(stored))
     if piece.rows is None:
         return memoryview(stored)
     return tensor_bytes(expand_piece(piece, torch.frombuffer(stored, dtype=torch.int32).to(device)).cpu())

@@ -1,5 +1,5 @@
-"""What the programs over whole folders (compress, expand) share: where they compute, how they end on a signal, and how
-they report errors. It does not know what they do.
+"""What the programs over whole folders (compress, expand) share: where they compute, in which order, how they end on a
+signal, and how they report errors. It does not know what they do.
 """
 
 import argparse
@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import torch
@@ -19,6 +21,8 @@ from engine.weights.tensor_index import CheckpointError
 
 _FREE_BYTES: Final = 2 << 30  # what pieces may take of a GPU that others use as well
 _THREADS_MAX: Final = {"cpu": 16, "cuda": 8}  # more would wait for the thread that writes
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class ComputeDeviceError(ValueError):
@@ -50,6 +54,23 @@ def device_for(name: str) -> torch.device:
 def threads_for(device: torch.device) -> int:
     """How many pieces are made at once."""
     return min(len(os.sched_getaffinity(0)), _THREADS_MAX[device.type])
+
+
+def map_ordered(
+    pool: Executor, make: Callable[[Item], Result], items: Iterable[Item], prefetch: int
+) -> Generator[Result]:
+    """The results of `make` for each item, in order; `prefetch` of them are made ahead of the one that is taken."""
+    waiting: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(make, item))
+            if len(waiting) > prefetch:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
 
 
 def print_json(report: msgspec.Struct) -> None:

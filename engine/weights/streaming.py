@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 import xxhash
@@ -94,6 +94,88 @@ def split_pieces(
         yield FilePiece(name, path, first + start * stored.itemsize, stored, into, checksum)
 
 
+class SourceFiles:
+    """Files open for reading until the block ends; several threads may read them."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Raises CheckpointError where one cannot be opened."""
+        self._files: dict[Path, int] = {}
+        self._stamps: dict[Path, tuple[int, ...]] = {}
+        with ExitStack() as closing:
+            for path in paths:
+                try:
+                    self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+                closing.callback(os.close, self._files[path])
+                self._stamps[path] = _stamp(os.fstat(self._files[path]))
+            self._closing = closing.pop_all()
+
+    def read(self, path: Path, first: int, count: int) -> bytearray:
+        """These bytes of the file. Raises CheckpointError."""
+        content = bytearray(count)
+        self.read_into(path, first, memoryview(content))
+        return content
+
+    def read_piece(self, piece: FilePiece, memory: memoryview) -> None:
+        """Fills the start of `memory` with the piece's bytes; words are whole ones again. Raises CheckpointError where
+        they cannot be read or are not those that were written."""
+        into = memory[: piece.bytes]
+        if piece.rows is None or piece.rows.frame is None:
+            self.read_into(piece.path, piece.first, into)
+        else:
+            self._unpack(into, piece, piece.rows, piece.rows.frame)
+        if piece.checksum is not None and xxhash.xxh3_64_intdigest(into) != piece.checksum:
+            raise CheckpointError(
+                f"{piece.path}: {piece.name} is not as it was written, within what begins at byte {piece.first}: "
+                "get the file again"
+            )
+
+    def read_into(self, path: Path, first: int, into: memoryview) -> None:
+        """Fills `into` from byte `first` of the file. Raises CheckpointError."""
+        file = self._files[path]
+        if hasattr(os, "posix_fadvise"):  # else the disk reads little at a time: the readers look like random access
+            os.posix_fadvise(file, first, len(into), os.POSIX_FADV_WILLNEED)
+        count = 0
+        while count < len(into):
+            try:
+                read = os.preadv(file, [into[count:]], first + count)
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read at {first + count}: {error.strerror}") from error
+            if read == 0:
+                raise CheckpointError(f"{path} ends at byte {first + count}: it was cut short while it was read")
+            count += read
+
+    def require_unchanged(self) -> None:
+        """Raises CheckpointError where a file was written, replaced or removed since."""
+        for path, stamp in self._stamps.items():
+            try:
+                now = _stamp(path.stat())
+            except OSError as error:
+                raise CheckpointError(f"{path} went away while it was read: {error.strerror}") from error
+            if now != stamp or _stamp(os.fstat(self._files[path])) != stamp:
+                raise CheckpointError(f"{path} was changed while it was read: run the command again")
+
+    def _unpack(self, into: memoryview, piece: FilePiece, rows: Bf12Rows, frame: range) -> None:
+        low = self.read(piece.path, piece.first, rows.count * rows.inputs)
+        packed = memoryview(self.read(piece.path, frame.start, len(frame)))
+        low_NV = torch.frombuffer(low, dtype=torch.int32).view(rows.count, -1)
+        try:
+            unpack_plane(packed, low_NV, torch.frombuffer(into, dtype=torch.int32).view(rows.count, -1))
+        except ZstdPlaneError as error:
+            raise CheckpointError(f"{piece.path}: {piece.name} has {error}: get the file again") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def ring_for(device: torch.device) -> RingSize:
     return _GPU if device.type == "cuda" else _CPU
 
@@ -116,7 +198,11 @@ def stream_pieces(pieces: Iterable[FilePiece], device: torch.device, on_bytes: C
     count, paths = len(waiting), {piece.path for piece in waiting}
     free: SimpleQueue[Slab | None] = SimpleQueue()
     full: SimpleQueue[FilledSlab] = SimpleQueue()
-    with _opened(paths) as files, allocate_slabs(ring.slabs, device) as slabs, ThreadPoolExecutor(ring.threads) as pool:
+    with (
+        SourceFiles(paths) as files,
+        allocate_slabs(ring.slabs, device) as slabs,
+        ThreadPoolExecutor(ring.threads) as pool,
+    ):
         for slab in slabs:
             free.put(slab)
         try:
@@ -129,22 +215,9 @@ def stream_pieces(pieces: Iterable[FilePiece], device: torch.device, on_bytes: C
                 free.put(None)
 
 
-@contextmanager
-def _opened(paths: Iterable[Path]) -> Iterator[dict[Path, int]]:
-    with ExitStack() as closing:
-        files = {}
-        for path in paths:
-            try:
-                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
-            closing.callback(os.close, files[path])
-        yield files
-
-
 def _read(
     waiting: deque[FilePiece],
-    files: dict[Path, int],
+    files: SourceFiles,
     free: "SimpleQueue[Slab | None]",
     full: "SimpleQueue[FilledSlab]",
 ) -> None:
@@ -155,52 +228,11 @@ def _read(
                 piece = waiting.popleft()
             except IndexError:  # another reader took the last one
                 return
-            read_piece(files[piece.path], piece, slab.memory)
+            files.read_piece(piece, slab.memory)
             slab.prepare(piece)
             full.put((slab, piece))
     except BaseException as error:
         full.put(error)
-
-
-def read_piece(file: int, piece: FilePiece, memory: memoryview) -> None:
-    """Fills the start of `memory` with the piece's bytes, from the open file; words are whole ones again. Raises
-    CheckpointError where they cannot be read or are not those that were written."""
-    into = memory[: piece.bytes]
-    if piece.rows is None or piece.rows.frame is None:
-        read_bytes(file, piece.path, piece.first, into)
-    else:
-        _unpack(into, piece, piece.rows, piece.rows.frame, file)
-    if piece.checksum is not None and xxhash.xxh3_64_intdigest(into) != piece.checksum:
-        raise CheckpointError(
-            f"{piece.path}: {piece.name} is not as it was written, within what begins at byte {piece.first}: "
-            "get the file again"
-        )
-
-
-def _unpack(into: memoryview, piece: FilePiece, rows: Bf12Rows, frame: range, file: int) -> None:
-    low, packed = memoryview(bytearray(rows.count * rows.inputs)), memoryview(bytearray(len(frame)))
-    read_bytes(file, piece.path, piece.first, low)
-    read_bytes(file, piece.path, frame.start, packed)
-    low_NV = torch.frombuffer(low, dtype=torch.int32).view(rows.count, -1)
-    try:
-        unpack_plane(packed, low_NV, torch.frombuffer(into, dtype=torch.int32).view(rows.count, -1))
-    except ZstdPlaneError as error:
-        raise CheckpointError(f"{piece.path}: {piece.name} has {error}: get the file again") from error
-
-
-def read_bytes(file: int, path: Path, first: int, into: memoryview) -> None:
-    """Fills `into` from byte `first` of the open file, which is `path`. Raises CheckpointError."""
-    if hasattr(os, "posix_fadvise"):  # else the disk reads little at a time: the readers look like random access
-        os.posix_fadvise(file, first, len(into), os.POSIX_FADV_WILLNEED)
-    count = 0
-    while count < len(into):
-        try:
-            read = os.preadv(file, [into[count:]], first + count)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read at {first + count}: {error.strerror}") from error
-        if read == 0:
-            raise CheckpointError(f"{path} ends at byte {first + count}: it was cut short while it was read")
-        count += read
 
 
 def _send(

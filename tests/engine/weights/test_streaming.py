@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.weights import streaming as module
 from engine.weights.checkpoint import CheckpointError
-from engine.weights.streaming import FilePiece, RingSize, Slab, host_bytes, split_pieces, stream_pieces
+from engine.weights.streaming import FilePiece, RingSize, Slab, SourceFiles, host_bytes, split_pieces, stream_pieces
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -224,3 +224,21 @@ def test_all_numbers_arrive_on_a_gpu_from_little_pinned_memory(
     for target, tensor in zip(targets, tensors, strict=True):
         assert torch.equal(target.cpu(), tensor.to(kept))
     assert host_bytes(gpu) <= 256 << 20
+
+
+def test_a_file_that_is_cut_written_or_gone_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for change, said in (
+        (lambda: path.write_bytes(b"other"), "was changed while it was read"),
+        (lambda: (path.unlink(), path.write_bytes(b"12345678")), "was changed while it was read"),
+        (path.unlink, "went away while it was read"),
+    ):
+        path.write_bytes(b"12345678")
+        with SourceFiles([path]) as files:
+            assert files.read(path, 2, 4) == b"3456"
+            with pytest.raises(CheckpointError, match="ends at byte 8"):
+                files.read(path, 6, 4)
+            files.require_unchanged()
+            change()
+            with pytest.raises(CheckpointError, match=said):
+                files.require_unchanged()
