@@ -20,6 +20,7 @@ from gateway.admin.operation import (
     values_validated,
 )
 from tenants.auth.accounts import checked_name
+from tenants.limits.soft_caps import webhook_secret
 from tenants.records.accounts import Account
 from tenants.records.limits import Limits
 from tenants.records.settings import Notices, Settings
@@ -60,6 +61,12 @@ class AccountChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Name | UnsetType = UNSET
     settings: SettingsChange | UnsetType = UNSET
+
+
+class KeyItem(msgspec.Struct, frozen=True):
+    """The key in the form of the Standard Webhooks specification; it changes with the server's secret alone."""
+
+    key: str
 
 
 def limits_item(account: Account) -> LimitsItem:
@@ -116,6 +123,10 @@ def _check_notices(notices: Notices | None, private: bool) -> None:
         raise errors.bad_input("'url' of notices is an https:// address", "settings.notices.url")
 
 
+async def notice_key(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[KeyItem]:
+    return AdminResult(KeyItem(webhook_secret(context.notice_key(request.account_id))))
+
+
 OPERATIONS: Final = (
     Operation("GET", ACCOUNT, show, FOR_ADMIN, "The account, its settings and its limits", versioned=True),
     Operation(
@@ -125,5 +136,8 @@ OPERATIONS: Final = (
         FOR_ADMIN,
         "Change its name and settings: zero retention, the cache's scope, sharing, regions, notices",
         versioned=True,
+    ),
+    Operation(
+        "GET", f"{ACCOUNT}/notices/key", notice_key, FOR_ADMIN, "The key that the account's notices are signed with"
     ),
 )

@@ -67,33 +67,11 @@ class VerdictItem(msgspec.Struct, frozen=True):
     problem: str | None
 
 
-async def of_account(
-    context: AdminContext, request: AdminRequest[AuditQuery, NoFields]
-) -> AdminResult[list[EntryItem]]:
-    return await _page(context, request.account_id, request.query)
-
-
-async def of_any(context: AdminContext, request: AdminRequest[AuditQuery, NoFields]) -> AdminResult[list[EntryItem]]:
-    await context.accounts.get(request.account_id)
-    return await _page(context, request.account_id, request.query)
-
-
-async def of_system(context: AdminContext, request: AdminRequest[AuditQuery, NoFields]) -> AdminResult[list[EntryItem]]:
-    return await _page(context, SYSTEM, request.query)
-
-
-async def verify(context: AdminContext, request: AdminRequest[ChainQuery, NoFields]) -> AdminResult[VerdictItem]:
-    chain = request.query.account or SYSTEM
+async def listed(context: AdminContext, request: AdminRequest[AuditQuery, NoFields]) -> AdminResult[list[EntryItem]]:
+    """Walks back from the cursor, or from the end; a path that names no account has the system's chain."""
+    query, chain = request.query, request.account_id or SYSTEM
     if chain != SYSTEM:
         await context.accounts.get(chain)
-    verdict = await context.audit.verify(chain, request.query.head)
-    return AdminResult(
-        VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem)
-    )
-
-
-async def _page(context: AdminContext, chain: str, query: AuditQuery) -> AdminResult[list[EntryItem]]:
-    """Walks back from the cursor, or from the end."""
     head = await context.store.audit.head(chain)
     after = min(query.cursor or 1 << 53, 0 if head is None else head.seq + 1)  # the first that was shown already
     last = max(1, after - LOOKED_AT_MAX)
@@ -109,6 +87,16 @@ async def _page(context: AdminContext, chain: str, query: AuditQuery) -> AdminRe
                     break
     page = CursorItem(len(entries), query.per_page, after if after > 1 else None)
     return AdminResult([_item(entry) for entry in entries], page=page)
+
+
+async def verify(context: AdminContext, request: AdminRequest[ChainQuery, NoFields]) -> AdminResult[VerdictItem]:
+    chain = request.query.account or SYSTEM
+    if chain != SYSTEM:
+        await context.accounts.get(chain)
+    verdict = await context.audit.verify(chain, request.query.head)
+    return AdminResult(
+        VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem)
+    )
 
 
 def _matches(entry: AuditEntry, query: AuditQuery) -> bool:
@@ -127,12 +115,12 @@ def _item(entry: AuditEntry) -> EntryItem:
 
 OPERATIONS: Final = (
     Operation(
-        "GET", f"{ACCOUNT}/audit", of_account, FOR_ADMIN, "Who did what to the account, the newest first", cursor=True
+        "GET", f"{ACCOUNT}/audit", listed, FOR_ADMIN, "Who did what to the account, the newest first", cursor=True
     ),
     Operation(
         "GET",
         f"{OPERATOR}/accounts/{{account_id}}/audit",
-        of_any,
+        listed,
         FOR_OPERATOR,
         "Who did what to this account, the newest first",
         cursor=True,
@@ -140,7 +128,7 @@ OPERATIONS: Final = (
     Operation(
         "GET",
         f"{OPERATOR}/audit",
-        of_system,
+        listed,
         FOR_OPERATOR,
         "Who did what that concerns no one account, the newest first",
         cursor=True,

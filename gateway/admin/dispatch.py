@@ -6,7 +6,6 @@ key of a creation (409, 422), the operation.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -58,51 +57,37 @@ class StoredResponse(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """A path that is served, with its operations by method."""
-
-    operations: dict[str, Operation]
-
-    @property
-    def hidden(self) -> bool:
-        return any(operation.hidden for operation in self.operations.values())
-
-    @property
-    def allowed(self) -> str:
-        return ", ".join("GET, HEAD" if method == "GET" else method for method in self.operations)
-
-
 class AdminApi:
     """Serves `operations` with `context`."""
 
     def __init__(self, operations: Sequence[Operation], context: AdminContext, authenticator: Authenticator) -> None:
         self._context = context
         self._authenticator = authenticator
-        self._resources: dict[str, Resource] = {}
+        self._resources: dict[str, dict[str, Operation]] = {}  # by path, then by method
         for operation in operations:
-            self._resources.setdefault(operation.path, Resource({})).operations[operation.method] = operation
+            self._resources.setdefault(operation.path, {})[operation.method] = operation
         bodies = {operation.body for operation in operations if operation.takes_body}
         self._decoders = {body: msgspec.json.Decoder(body) for body in bodies}
 
     def routes(self, server: ExchangeServer) -> list[Route]:
         """A route for each path, in the table's order: the first of two that match a path counts."""
         return [
-            Route(path, Endpoint(server, partial(self._serve, resource))) for path, resource in self._resources.items()
+            Route(path, Endpoint(server, partial(self._serve, methods))) for path, methods in self._resources.items()
         ]
 
-    async def _serve(self, resource: Resource, exchange: Exchange) -> None:
+    async def _serve(self, methods: dict[str, Operation], exchange: Exchange) -> None:
         """Answers one request. Raises ApiError."""
         names = exchange.path_params
         if any(PATH_PARAMETERS[name].fullmatch(value) is None for name, value in names.items()):
             raise errors.no_route(exchange.path)
-        exchange.route = "operator" if resource.hidden else "admin"
-        caller, operation = await self._permitted(exchange, resource)
+        caller, operation = await self._permitted(exchange, methods)
         query = decode_query(exchange.query, operation.query)
         if operation.csv and b"text/csv" in exchange.headers.get(b"accept", b""):
             query = msgspec.structs.replace(query, format="csv")
-        sent = await exchange.body(BODY_BYTES_MAX) if operation.takes_body else b""
-        body = self._body(operation, sent)
+        sent, body = b"", NoFields()
+        if operation.takes_body:
+            sent = await exchange.body(BODY_BYTES_MAX)
+            body = decode_body(sent or b"{}" if operation.optional else sent, self._decoders[operation.body])
         revision = _revision(exchange) if operation.conditional else None
         request = AdminRequest(caller, names, query, body, revision)
         key = exchange.headers.get(b"idempotency-key") if operation.creates else None
@@ -116,14 +101,17 @@ class AdminApi:
             raise errors.store_unavailable() from None
         await exchange.answer(200, response.body, response.headers)
 
-    async def _permitted(self, exchange: Exchange, resource: Resource) -> tuple[Caller, Operation]:
+    async def _permitted(self, exchange: Exchange, methods: dict[str, Operation]) -> tuple[Caller, Operation]:
         """Returns the caller and the operation. The operator's paths look to all others like paths that do not exist.
         Raises ApiError."""
-        caller = await self._operator(exchange) if resource.hidden else None
+        hidden = any(operation.hidden for operation in methods.values())
+        exchange.route = "operator" if hidden else "admin"
+        caller = await self._operator(exchange) if hidden else None
         check_account_id(exchange)
-        operation = resource.operations.get("GET" if exchange.method == "HEAD" else exchange.method)
+        operation = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         if operation is None:
-            raise errors.method_not_supported(exchange.method, resource.allowed)
+            allowed = ", ".join("GET, HEAD" if method == "GET" else method for method in methods)
+            raise errors.method_not_supported(exchange.method, allowed)
         if caller is None:
             account_id = exchange.path_params.get("account_id")
             caller = await self._authenticator.verify(exchange, account_id, operation.permissions)
@@ -135,18 +123,8 @@ class AdminApi:
         except ApiError as refusal:
             raise errors.no_route(exchange.path) if refusal.status == 403 else refusal from None
 
-    def _body(self, operation: Operation, sent: bytes) -> Any:
-        if not operation.takes_body:
-            return NoFields()
-        return decode_body(sent or b"{}" if operation.optional else sent, self._decoders[operation.body])
-
     async def _run_once(
-        self,
-        exchange: Exchange,
-        operation: Operation,
-        request: AdminRequest[Any, Any],
-        key: bytes,
-        sent: bytes,
+        self, exchange: Exchange, operation: Operation, request: AdminRequest[Any, Any], key: bytes, sent: bytes
     ) -> StoredResponse:
         async def create() -> bytes:
             return msgspec.msgpack.encode(await self._run(operation, request))

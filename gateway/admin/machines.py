@@ -1,4 +1,5 @@
-"""Machines, their devices and where each model is, for the operator. It shows no prompts and no accounts."""
+"""Machines with their devices and models, and the fleet of replicas, as this gateway sees them, for the operator. It
+shows no prompts and no accounts."""
 
 from typing import Final
 
@@ -78,7 +79,28 @@ class MachinesItem(msgspec.Struct, frozen=True):
     machines: list[MachineItem]
 
 
-async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[MachinesItem]:
+class ReplicaItem(msgspec.Struct, frozen=True):
+    """`load` is null while this gateway has no connection to it."""
+
+    machine: str
+    model: str
+    residency: str
+    ready: bool
+    problem: str
+    load: LoadItem | None
+
+
+class FleetItem(msgspec.Struct, frozen=True):
+    """`open_requests` and `unsettled` are this gateway's; `machines` are those that it cannot reach, and why."""
+
+    open_requests: int
+    unsettled: int
+    store_away: bool
+    replicas: list[ReplicaItem]
+    machines: dict[str, str]
+
+
+async def machines(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[MachinesItem]:
     return AdminResult(MachinesItem([_machine(context.fleet, machine) for machine in context.fleet.machines()]))
 
 
@@ -124,6 +146,27 @@ def load_of(view: ReplicaView) -> LoadItem | None:
     return msgspec.convert({**structs.asdict(view.load), **recent}, LoadItem)
 
 
+async def fleet(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[FleetItem]:
+    return AdminResult(
+        FleetItem(
+            open_requests=context.open_requests(),
+            unsettled=context.quota.unwritten,
+            store_away=context.store_health.down,
+            replicas=[_fleet_item(replica) for replica in context.fleet.replicas()],
+            machines=context.fleet.problems(),
+        )
+    )
+
+
+def _fleet_item(view: ReplicaView) -> ReplicaItem:
+    return ReplicaItem(view.machine, view.model, view.state.residency.name, view.ready, view.problem, load_of(view))
+
+
 OPERATIONS: Final = (
-    Operation("GET", f"{OPERATOR}/machines", show, FOR_OPERATOR, "The machines, their memory, and where each model is"),
+    Operation(
+        "GET", f"{OPERATOR}/fleet", fleet, FOR_OPERATOR, "This gateway's requests, and the replicas that it sees"
+    ),
+    Operation(
+        "GET", f"{OPERATOR}/machines", machines, FOR_OPERATOR, "The machines, their memory, and where each model is"
+    ),
 )

@@ -5,7 +5,7 @@ If two operations match a path the first one counts.
 
 from typing import Final
 
-from gateway.admin import account, accounts, audit, cache, fleet, limits, machines, notices, plans, tokens, usage
+from gateway.admin import account, accounts, audit, cache, limits, machines, plans, tokens, usage
 from gateway.admin.catalogue import CATALOGUE
 from gateway.admin.inference import INFERENCE, DescribedRoute
 from gateway.admin.operation import Operation
@@ -17,10 +17,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     *usage.OPERATIONS,
     *audit.OPERATIONS,
     *cache.OPERATIONS,
-    *notices.OPERATIONS,
     *accounts.OPERATIONS,
     *plans.OPERATIONS,
-    *fleet.OPERATIONS,
     *machines.OPERATIONS,
 )
 ROUTES: Final[tuple[DescribedRoute, ...]] = (*INFERENCE, *CATALOGUE)

@@ -85,3 +85,20 @@ async def test_it_is_hidden_from_tenants(tmp_path: Path) -> None:
     async with served_admin(tmp_path) as house:
         answer = await house.ask("GET", "/client/v4/operator/machines")
         assert answer.status == 404
+
+
+@looped
+async def test_replicas_and_requests_without_a_word_of_text(tmp_path: Path) -> None:
+    async with served_admin(tmp_path, replicas=2) as house:
+        house.gateway.behaviour.step_s = 0.05
+        running = asyncio.create_task(house.gateway.run(prompt="a secret word", max_tokens=60))
+        await until(lambda: house.gateway.fleet.running)
+        answer = await house.operate("GET", "/fleet")
+        seen = answer.json["result"]
+        assert (seen["open_requests"], seen["store_away"], seen["machines"]) == (1, False, {})
+        assert [(one["model"], one["ready"], one["residency"]) for one in seen["replicas"]] == [
+            (MODEL, True, "DEVICE")
+        ] * 2
+        assert b"secret" not in answer.content
+        assert house.ann_id.encode() not in answer.content
+        assert (await running).status == 200
