@@ -23,7 +23,7 @@ from tenants.auth.accounts import checked_name
 from tenants.limits.soft_caps import webhook_secret
 from tenants.records.accounts import Account
 from tenants.records.limits import Limits
-from tenants.records.settings import Notices, Settings
+from tenants.records.settings import Settings
 
 
 class LimitsItem(msgspec.Struct, frozen=True):
@@ -100,8 +100,11 @@ async def change(context: AdminContext, request: AdminRequest[NoFields, AccountC
         with values_validated():
             return structs.replace(account, settings=structs.replace(account.settings, **settings), **fields)
 
-    _check_sharing(settings.get("sharing", ()), request.account_id)
-    _check_notices(settings.get("notices"), context.limits.private_notices)
+    sharing, notices = settings.get("sharing"), settings.get("notices")
+    if sharing and request.account_id not in sharing:
+        raise errors.bad_input("'sharing' names all accounts of the group, this one among them", "settings.sharing")
+    if notices is not None and not context.limits.private_notices and not notices.url.lower().startswith("https:"):
+        raise errors.bad_input("'url' of notices is an https:// address", "settings.notices.url")
     account = await context.accounts.update(request.account_id, changed, request.revision)
     await context.note(request.caller, account.id, "account.settings", account.id, **fields, **settings)
     return account_answer(account)
@@ -111,16 +114,6 @@ def present_fields(change: msgspec.Struct) -> dict[str, Any]:
     """The fields of a change that were not left out."""
     fields = {name: getattr(change, name) for name in change.__struct_fields__}
     return {name: value for name, value in fields.items() if value is not UNSET}
-
-
-def _check_sharing(sharing: tuple[str, ...], account_id: str) -> None:
-    if sharing and account_id not in sharing:
-        raise errors.bad_input("'sharing' names all accounts of the group, this one among them", "settings.sharing")
-
-
-def _check_notices(notices: Notices | None, private: bool) -> None:
-    if notices is not None and not private and not notices.url.lower().startswith("https:"):
-        raise errors.bad_input("'url' of notices is an https:// address", "settings.notices.url")
 
 
 async def notice_key(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[KeyItem]:

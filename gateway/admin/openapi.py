@@ -94,10 +94,7 @@ _HEADERS: Final[dict[str, Json]] = {
                     "type": "object",
                     "maxProperties": METADATA_MAX,
                     "propertyNames": {"maxLength": METADATA_NAME_MAX},
-                    "additionalProperties": {
-                        "type": ["string", "number", "boolean"],
-                        "maxLength": METADATA_TEXT_MAX,
-                    },
+                    "additionalProperties": {"type": ["string", "number", "boolean"], "maxLength": METADATA_TEXT_MAX},
                 }
             }
         },
@@ -108,10 +105,7 @@ _HEADERS: Final[dict[str, Json]] = {
         "description": "Milliseconds that the whole call may take, waiting included; then it ends with 408, code 3046, "
         "or, where its model is still being loaded, with 503.",
     },
-    "cf-aig-zdr": {
-        "schema": {"enum": ["true", "false"]},
-        "description": "Whether nothing of this call may be kept.",
-    },
+    "cf-aig-zdr": {"schema": {"enum": ["true", "false"]}, "description": "Whether nothing of this call may be kept."},
 }
 _CREDENTIAL: Final = "An ApiToken, or a JWT of a known issuer; without Authorization, in the header x-api-key"
 ERROR: Final[Json] = {

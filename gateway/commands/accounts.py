@@ -1,6 +1,5 @@
 """`hearth accounts`: tenants, what each may use and how it is served."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -121,7 +120,10 @@ async def create(
 async def list_accounts(*, json: Json = False, access: Access) -> None:
     """All accounts, oldest first."""
     accounts = await access.accounts.list()
-    rows = [(one.id, one.name, one.plan.name, _state(one), limits_text(one.limits)) for one in accounts]
+    rows = [
+        (account.id, account.name, account.plan.name, _state(account), limits_text(account.limits))
+        for account in accounts
+    ]
     documents = [account_json(account) for account in accounts]
     print_either(json, documents, lambda: print_table(("ACCOUNT", "NAME", "PLAN", "STATE", "LIMITS"), rows))
 
@@ -129,7 +131,8 @@ async def list_accounts(*, json: Json = False, access: Access) -> None:
 @app.command
 async def show(account: AccountId, /, *, json: Json = False, access: Access) -> None:
     """All about one account."""
-    _print(await access.accounts.get(account), json, _print_whole)
+    latest = await access.accounts.get(account)
+    print_either(json, account_json(latest), lambda: _print_whole(latest))
 
 
 @app.command(name="limits")
@@ -137,14 +140,13 @@ async def change_limits(
     account: AccountId, /, *, limits: LimitOptions = NO_CHANGE, json: Json = False, access: Access
 ) -> None:
     """Show an account's limits, or change those that are given."""
-    before = await access.accounts.get(account)
-    if limits.changed(before.ceiling) == before.ceiling:
-        return _print(before, json, _print_limits)
-    after = await access.accounts.update(
-        before.id, lambda latest: structs.replace(latest, ceiling=limits.changed(latest.ceiling))
-    )
-    await access.note(after.id, "account.change", after.id, ceiling=after.ceiling)
-    _print(after, json, _print_limits)
+    latest = await access.accounts.get(account)
+    if limits.changed(latest.ceiling) != latest.ceiling:
+        latest = await access.accounts.update(
+            latest.id, lambda before: structs.replace(before, ceiling=limits.changed(before.ceiling))
+        )
+        await access.note(latest.id, "account.change", latest.id, ceiling=latest.ceiling)
+    print_either(json, account_json(latest), lambda: _print_limits(latest))
 
 
 @app.command
@@ -155,31 +157,31 @@ async def plan(
     new_plan = await access.accounts.plan(plan)
     changed = await access.accounts.update(account, lambda latest: structs.replace(latest, plan=new_plan))
     await access.note(changed.id, "account.change", changed.id, plan=new_plan.name)
-    _print(changed, json, _print_limits)
+    print_either(json, account_json(changed), lambda: _print_limits(changed))
 
 
 @app.command
 async def suspend(account: AccountId, /, *, json: Json = False, access: Access) -> None:
     """Refuse an account's calls until it is resumed."""
-    changed = await access.accounts.suspend(account)
-    await access.note(changed.id, "account.suspend", changed.id)
-    _print(changed, json, lambda account: print(f"{account.id} is suspended"))
+    after = await access.accounts.suspend(account)
+    await access.note(after.id, "account.suspend", after.id)
+    print_either(json, account_json(after), lambda: print(f"{after.id} is suspended"))
 
 
 @app.command
 async def resume(account: AccountId, /, *, json: Json = False, access: Access) -> None:
     """Serve a suspended account again."""
-    changed = await access.accounts.resume(account)
-    await access.note(changed.id, "account.resume", changed.id)
-    _print(changed, json, lambda account: print(f"{account.id} is served again"))
+    after = await access.accounts.resume(account)
+    await access.note(after.id, "account.resume", after.id)
+    print_either(json, account_json(after), lambda: print(f"{after.id} is served again"))
 
 
 @app.command
 async def purge_cache(account: AccountId, /, *, json: Json = False, access: Access) -> None:
     """Make all that is cached for an account unfindable."""
-    changed = await access.accounts.purge_cache(account)
-    await access.note(changed.id, "account.purge_cache", changed.id, epoch=changed.epoch)
-    _print(changed, json, lambda account: print(f"nothing cached for {account.id} is found any more"))
+    after = await access.accounts.purge_cache(account)
+    await access.note(after.id, "account.purge_cache", after.id, epoch=after.epoch)
+    print_either(json, account_json(after), lambda: print(f"nothing cached for {after.id} is found any more"))
 
 
 @app.command(name="settings")
@@ -187,21 +189,16 @@ async def change_settings(
     account: AccountId, /, *, settings: SettingsOptions = SettingsOptions(), json: Json = False, access: Access
 ) -> None:
     """Show an account's settings, or change those that are given."""
-    before = await access.accounts.get(account)
-    new_settings = settings.changed(before.settings)
-    if new_settings.sharing and before.id not in new_settings.sharing:
+    latest = await access.accounts.get(account)
+    new_settings = settings.changed(latest.settings)
+    if new_settings.sharing and latest.id not in new_settings.sharing:
         raise ValueError("--sharing names all accounts of the group, this one among them")
-    if new_settings == before.settings:
-        return _print(before, json, _print_settings)
-    after = await access.accounts.update(
-        before.id, lambda latest: structs.replace(latest, settings=settings.changed(latest.settings))
-    )
-    await access.note(after.id, "account.settings", after.id, settings=after.settings)
-    _print(after, json, _print_settings)
-
-
-def _print(account: Account, as_json: bool, print_text: Callable[[Account], object]) -> None:
-    print_either(as_json, account_json(account), lambda: print_text(account))
+    if new_settings != latest.settings:
+        latest = await access.accounts.update(
+            latest.id, lambda before: structs.replace(before, settings=settings.changed(before.settings))
+        )
+        await access.note(latest.id, "account.settings", latest.id, settings=latest.settings)
+    print_either(json, account_json(latest), lambda: _print_settings(latest))
 
 
 def _print_whole(account: Account) -> None:

@@ -117,8 +117,8 @@ def _copy(database: Path, target: Path, secret: bytes) -> list[str]:
 
         copy(database, target, on_pages)
     problems = asyncio.run(examine_database(target, secret))
-    with target.open("rb") as made:
-        os.fsync(made.fileno())
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
     return problems
 
 
@@ -137,10 +137,10 @@ async def examine_store(store: Store, secret: bytes) -> list[str]:
     today, audit = int(time.time()) // 86_400, AuditLog(store.audit, secret)
     ids, problems = [account.id for account in await store.accounts.list()], []
     for account_id in progress([SYSTEM, *ids], "accounts", "check"):
-        async for one in balances(store, account_id, range(today - RETENTION_DAYS, today + 2)):
-            if one.counted != one.recorded:
-                where = f"account {one.account_id}, day {one.day}, {one.subject}"
-                problems.append(f"{where}: {one.counted} counted and {one.recorded} recorded")
+        async for row in balances(store, account_id, range(today - RETENTION_DAYS, today + 2)):
+            if row.counted != row.recorded:
+                where = f"account {row.account_id}, day {row.day}, {row.subject}"
+                problems.append(f"{where}: {row.counted} counted and {row.recorded} recorded")
         verdict = await audit.verify(account_id)
         if verdict.problem is not None:
             problems.append(f"audit log of {account_id or 'the system'}, entry {verdict.seq}: {verdict.problem}")
@@ -157,7 +157,7 @@ async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
 
 
 def _report(folder: Path, manifest: Manifest, problems: list[str], as_json: bool) -> int:
-    size = format_bytes(sum(one.bytes for one in manifest.files.values()))
+    size = format_bytes(sum(file.bytes for file in manifest.files.values()))
     document = {"folder": str(folder), **msgspec.to_builtins(manifest), "problems": problems}
     print_either(as_json, document, lambda: print(f"{folder}: {len(manifest.files)} files, {size}"))
     if manifest.store == EXPORT:

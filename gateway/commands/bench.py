@@ -61,8 +61,6 @@ _PEERS: Final[dict[int, dict[str, float]]] = {
     },
 }  # fmt: skip
 _BOUNDS: Final = {200: 107.0}
-
-
 _AT_LEAST_ONE: Final = Parameter(validator=Number(gte=1), metavar="N")
 _LOAD: Final = Group("Load", sort_key=10)
 _ENGINE: Final = Group("Servers and shapes", sort_key=11)

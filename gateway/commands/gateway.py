@@ -21,8 +21,6 @@ Any number of gateways may run: they keep nothing but open requests. They share 
 one gateway, Redis many) and the file `secret` in the state folder, and connect to [machine] addresses.
 SIGTERM drains: new work is refused, running streams get [server] drain_s to end.
 """
-
-
 app = command_app("gateway", "serve HTTP; replicas are on machines", _TEACHING)
 
 

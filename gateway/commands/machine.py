@@ -27,8 +27,6 @@ are not, which sleep in host memory, or on disk; [machine] device_bytes and memo
 and [[models]] pinned, priority, resident_s and wake_s who goes first. A replica that dies again and again is left
 alone for longer and longer; `hearth top` shows all this. SIGTERM lets running streams end, a second one does not.
 """
-
-
 app = command_app("machine", "run this host's replicas", _TEACHING)
 
 

@@ -28,8 +28,6 @@ examples:
 device here, or other than its SHA256SUMS says, where it has them (sha256sum * > SHA256SUMS). [[models]] in hearth.toml
 adds folders too, sets prices and sizes, and leaves models out; what it says goes before what `add` was told.
 """
-
-
 app = command_app("models", "list, show, add, remove, warm and compress models", _TEACHING)
 
 
@@ -48,7 +46,7 @@ def list_models(*, json: Json = False, source: Source) -> None:
             document.get("context_tokens", "-"),
             _weights_text(document),
             residency_text(list(replicas_of(document["name"], machines))),
-            document["problem"] or next((one["problem"] for one in document["replicas"] if one["problem"]), "ok"),
+            document["problem"] or next(filter(None, (replica["problem"] for replica in document["replicas"])), "ok"),
         )
         for document in documents
     ]
@@ -68,7 +66,7 @@ def show(
     document = model_json(config, entry)
     document |= {
         "replicas": replicas_json(name, machines),
-        "running": [memory_json(one) for one in memory_reports(config, name)],
+        "running": [memory_json(report) for report in memory_reports(config, name)],
     }
     print_either(json, document, lambda: _print(document, residency_text(list(replicas_of(name, machines)))))
     return 0

@@ -1,5 +1,6 @@
 """`hearth plans`: what accounts may have, and how they are treated beside others."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -60,8 +61,8 @@ _TREATMENT: Final = tuple(TreatmentOptions.__dataclass_fields__)
 async def list_plans(*, json: Json = False, access: Access) -> None:
     """All plans, by name."""
     plans = await access.accounts.plans()
-    counts = [one.plan.name for one in await access.accounts.list()]
-    rows = [(one.name, counts.count(one.name), format_amount(one.weight), limits_text(one.limits)) for one in plans]
+    accounts = Counter(account.plan.name for account in await access.accounts.list())
+    rows = [(plan.name, accounts[plan.name], format_amount(plan.weight), limits_text(plan.limits)) for plan in plans]
     documents = [plan_json(plan) for plan in plans]
     print_either(json, documents, lambda: print_table(("PLAN", "ACCOUNTS", "WEIGHT", "LIMITS"), rows))
 

@@ -93,10 +93,10 @@ def _checked(folder: Path) -> Manifest:
         raise SettingsError(
             f"{folder} has format {manifest.format}; this Hearth reads {FORMAT}: use the one that made it"
         )
-    for name, was in manifest.files.items():
+    for name, recorded in manifest.files.items():
         if not _NAME.fullmatch(name):
             raise SettingsError(f"{folder / MANIFEST} names {name!r}, which no backup has")
-        if not (folder / name).is_file() or backup_file(folder / name) != was:
+        if not (folder / name).is_file() or backup_file(folder / name) != recorded:
             raise SettingsError(f"{folder / name} is not as it was made: take another backup")
     if not {SECRET, manifest.store} <= manifest.files.keys():
         raise SettingsError(f"{folder / MANIFEST} lacks {SECRET} or {manifest.store}")

@@ -9,11 +9,11 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, TextIO
 
@@ -23,19 +23,15 @@ from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.first_account import first_call, first_credentials
-from gateway.commands.access.gateway_client import base_url, endpoint_answers
+from gateway.commands.access.gateway_client import base_url, endpoint_answers, free_port
 from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
 from gateway.commands.machine import machine_command, machine_environment
 from gateway.commands.terminal.options import Device, Source, command_app
 from gateway.commands.terminal.output import fail
-from gateway.config import Config, SettingsError
+from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import open_certificate
 from gateway.privacy.process import scrub_memory
-from gateway.state_dir import (
-    Credentials,
-    exclusive_state,
-    open_state,
-)
+from gateway.state_dir import Credentials, exclusive_state, open_state
 from tenants.store.protocol import StoreUnavailable
 
 _TEACHING: Final = """\
@@ -77,49 +73,43 @@ def serve(
         open_state(config)
         open_certificate(config.server)  # a problem with it is better shown here than in a log
         with exclusive_state(config):
-            port = _free_port(config)
-            url = base_url(config.server, port)
-            credentials = first_credentials(config, url)
+            port = _free_port(config.server)
+            credentials = first_credentials(config, base_url(config.server, port))
             return ServeSupervisor(config, source.config, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
 
 
-def _free_port(config: Config) -> int:
+def _free_port(server: ServerConfig) -> int:
     """The configured port, or a free one for 0. Raises SettingsError where it is taken."""
-    host, port = config.server.host, config.server.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port), family=family) as probe:
-            return int(probe.getsockname()[1])
+        return free_port(server)
     except OSError as error:
         raise SettingsError(
-            f"cannot listen on {host}:{port}: {error.strerror}; --port (PORT=) names another"
+            f"cannot listen on {server.host}:{server.port}: {error.strerror}; --port (PORT=) names another"
         ) from error
 
 
+@dataclass
 class ServeProcess:
     """One of the two processes: started, watched, started again with a back-off."""
 
-    def __init__(
-        self, name: str, command: list[str], log: Path, death: signal.Signals, environment: dict[str, str]
-    ) -> None:
-        self.name = name
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start_at = 0.0
-        self._backoff = Backoff(*_BACKOFF_S)
-        self._started_at = 0.0
-        self._command = command
-        self._log = log
-        self._death = death
-        self._environment = environment
+    name: str
+    command: list[str]
+    log: Path
+    death: signal.Signals
+    environment: dict[str, str]
+    process: "subprocess.Popen[bytes] | None" = None
+    start_at: float = 0.0
+    _started_at: float = 0.0
+    _backoff: Backoff = field(default_factory=lambda: Backoff(*_BACKOFF_S))
 
     def start(self, now: float) -> None:
         """Starts it in its own process group: a terminal's Ctrl-C reaches this process alone, which then drains."""
         self._started_at = now
-        with open(self._log, "ab") as log:
+        with open(self.log, "ab") as log:
             self.process = start_child(
-                self._command, output=log, environment=self._environment, own_group=True, death=self._death
+                self.command, output=log, environment=self.environment, own_group=True, death=self.death
             )
 
     def poll(self, now: float) -> int | None:
@@ -132,14 +122,13 @@ class ServeProcess:
         self.process = None
         return status
 
-    def send(self, number: signal.Signals) -> None:
-        if self.process is not None:
-            self.process.send_signal(number)
-
-    def wait(self, seconds: float, hurried: Callable[[], bool]) -> None:
-        """Waits until it ended; kills it after `seconds`, or as soon as `hurried`."""
-        deadline = time.monotonic() + seconds
-        while self.process is not None and self.process.poll() is None:
+    def end(self, drain_s: float, hurried: Callable[[], bool]) -> None:
+        """Lets it drain and waits until it ended; kills it after `drain_s`, or as soon as `hurried`."""
+        if self.process is None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + drain_s
+        while self.process.poll() is None:
             if time.monotonic() >= deadline or hurried():
                 self.process.kill()
             time.sleep(0.02)
@@ -147,7 +136,7 @@ class ServeProcess:
 
     def log_tail(self) -> str:
         """The end of its log."""
-        with open(self._log, "rb") as log:
+        with open(self.log, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             return log.read().decode("utf-8", "replace").strip()
 
@@ -201,7 +190,7 @@ class ServeSupervisor:
 
     def _keep_running(self, child: ServeProcess, now: float) -> bool:
         """Keeps a child running. False where that makes no sense: the gateway ended before it ever answered."""
-        trim(self._config.state / f"{child.name}.log")
+        trim(child.log)
         status = child.poll(now)
         if status is not None:
             if child is self._gateway and not self._answered and status > 0:  # not by a signal: by itself
@@ -224,16 +213,12 @@ class ServeSupervisor:
             elif self._on_standby(replica, elapsed_s):
                 self._announce(replica.model, "is on standby: its first call wakes it")
             elif not _STARTING.match(replica.problem):
-                self._print_problem(replica)
+                if replica.problem not in ("", self._problems.get(replica.address)):
+                    self._problems[replica.address] = replica.problem
+                    self._print(f"{replica.model}: {replica.problem}")
             elif elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S
                 self._print(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
-
-    def _print_problem(self, replica: frames.ReplicaState) -> None:
-        """Prints why a replica cannot be called, once as long as that stays the same."""
-        if replica.problem not in ("", self._problems.get(replica.address)):
-            self._problems[replica.address] = replica.problem
-            self._print(f"{replica.model}: {replica.problem}")
 
     def _on_standby(self, replica: frames.ReplicaState, elapsed_s: float) -> bool:
         """Whether it has slept for a while: before, its machine may not have decided yet where it is to be."""
@@ -251,14 +236,11 @@ class ServeSupervisor:
         self._callable.add(model)
         self._print(f"{model} {how}")
         if len(self._callable) == 1:
-            self._print_first_call(model)
-
-    def _print_first_call(self, model: str) -> None:
-        self._print(
-            f"\naccount  {self._credentials.account_id}\ntoken    {self._credentials.token}"
-            f"\n         (kept in {self._config.credentials_path})\n\nYour first call:\n"
-        )
-        self._print(first_call(self._credentials, model) + "\n")
+            self._print(
+                f"\naccount  {self._credentials.account_id}\ntoken    {self._credentials.token}"
+                f"\n         (kept in {self._config.credentials_path})\n\nYour first call:\n"
+                f"\n{first_call(self._credentials, model)}\n"
+            )
 
     def _answers(self, path: str) -> bool:
         return endpoint_answers(self._config.server, self._port, path)
@@ -270,14 +252,8 @@ class ServeSupervisor:
     def _end_children(self) -> None:
         """Ends the gateway first, so that its streams can end while the replicas still answer."""
         stops = max(self._stops, 1)
-
-        def hurried() -> bool:
-            return self._stops > stops
-
-        self._gateway.send(signal.SIGTERM)
-        self._gateway.wait(self._config.server.drain_s + 5.0, hurried)
-        self._machine.send(signal.SIGTERM)
-        self._machine.wait(_MACHINE_DRAIN_S, hurried)
+        for child, drain_s in ((self._gateway, self._config.server.drain_s + 5.0), (self._machine, _MACHINE_DRAIN_S)):
+            child.end(drain_s, lambda: self._stops > stops)
         self._watcher.close()
 
 

@@ -73,7 +73,8 @@ def systemd(
     part: Part = "gateway" if gateway else "machine" if machine else "serve"
     default_file = Path(CONFIG_NAME) if Path(CONFIG_NAME).is_file() else None
     file = default_file if source.config is None else Path(source.config)
-    print(unit(part, source.load(), file, user or _default_user()))
+    user = user or ("hearth" if os.geteuid() == 0 else getpass.getuser())
+    print(unit(part, source.load(), file, user))
 
 
 def unit(part: Part, config: Config, settings_file: Path | None, user: str) -> str:
@@ -150,7 +151,3 @@ def _quoted(word: str) -> str:
         return plain
     escaped = plain.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
-
-
-def _default_user() -> str:
-    return "hearth" if os.geteuid() == 0 else getpass.getuser()

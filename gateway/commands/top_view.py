@@ -23,21 +23,21 @@ class MoveRates:
     """How many moves of each kind every machine made in the last minute, from its counters at each frame."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, deque[tuple[float, Mapping[str, int]]]] = {}
+        self._samples: dict[str, deque[tuple[float, Mapping[str, int]]]] = {}
 
     def take(self, now: float, machines: Sequence[MachineItem]) -> None:
         for machine in machines:
-            seen = self._seen.setdefault(machine.address, deque())
-            if seen and any(machine.moves.get(kind, 0) < count for kind, count in seen[-1][1].items()):
-                seen.clear()  # it started again
-            seen.append((now, machine.moves))
-            while now - seen[0][0] > _MINUTE_S:
-                seen.popleft()
+            samples = self._samples.setdefault(machine.address, deque())
+            if samples and any(machine.moves.get(kind, 0) < count for kind, count in samples[-1][1].items()):
+                samples.clear()  # it started again
+            samples.append((now, machine.moves))
+            while now - samples[0][0] > _MINUTE_S:
+                samples.popleft()
 
     def lately(self, machine: MachineItem) -> tuple[float, dict[str, int]]:
         """(seconds, moves by kind) of the last minute; after a single frame 0 s, and all since the machine's start."""
-        seen = self._seen[machine.address]
-        (began, first), (ended, last) = seen[0], seen[-1]
+        samples = self._samples[machine.address]
+        (began, first), (ended, last) = samples[0], samples[-1]
         if began == ended:
             return 0.0, dict(last)
         return ended - began, {kind: count - first.get(kind, 0) for kind, count in last.items()}
@@ -76,7 +76,11 @@ class TopView:
         for machine in self._machines:
             yield Text()
             yield self._machine(machine, width, options.ascii_only)
-        rows = [ReplicaRow(machine, one, options.ascii_only) for machine in self._machines for one in machine.replicas]
+        rows = [
+            ReplicaRow(machine, replica, options.ascii_only)
+            for machine in self._machines
+            for replica in machine.replicas
+        ]
         if rows:
             yield Text()
             yield _models(sorted(rows, key=_place), width)
@@ -85,13 +89,13 @@ class TopView:
                 yield Text(_plain(f"{replica.model}: {replica.problem}"), "red" if replica.quarantined else "yellow")
 
     def _machine(self, machine: MachineItem, width: int, ascii_only: bool) -> RenderableType:
-        lines: list[RenderableType] = [_line(_name(machine), "bold")]
+        name = f"{machine.name} at {machine.address}" if machine.name else machine.address
+        lines: list[RenderableType] = [_line(name, "bold")]
         if machine.problem:
             lines.append(_line(f"  {machine.problem}; what it said last:", "red"))
         devices = [(f"{number} {device.name}", device) for number, device in enumerate(machine.devices)]
-        if machine.memory_budget_bytes:
-            bytes_ = (machine.memory_budget_bytes, machine.memory_budget_bytes, machine.memory_bytes)
-            devices.append(("host memory", DeviceItem("", *bytes_)))
+        if budget := machine.memory_budget_bytes:
+            devices.append(("host memory", DeviceItem("", budget, budget, machine.memory_bytes)))
         if devices:
             lines.append(_devices(devices, width, ascii_only))
         lines.append(_moves_line(*self._moves.lately(machine)))
@@ -107,10 +111,6 @@ def _head(machines: Sequence[MachineItem]) -> str:
     on_device = sum(replica.residency == "DEVICE" for replica in replicas)
     models = f"{on_device} of {len(replicas)} replicas on a device"
     return f"{models}, {sum(load.running for load in loads)} running, {waiting} waiting, {rate:,.0f} tokens/s"
-
-
-def _name(machine: MachineItem) -> str:
-    return f"{machine.name} at {machine.address}" if machine.name else machine.address
 
 
 def _devices(devices: list[tuple[str, DeviceItem]], width: int, ascii_only: bool) -> Table:
@@ -137,7 +137,7 @@ def _moves_line(seconds: float, counts: Mapping[str, int]) -> Text:
 def _models(rows: Sequence[ReplicaRow], width: int) -> Table:
     """The table of models. Only their names are cut where the terminal is too narrow."""
     columns = [column for column in _COLUMNS if width >= column.min_width]
-    cells = [[Text(column.head, style="bold"), *(_text(column.cell(row)) for row in rows)] for column in columns]
+    cells = [[Text(column.head, style="bold"), *(_as_text(column.cell(row)) for row in rows)] for column in columns]
     names, *others = [max(cell.cell_len for cell in below) for below in cells]
     left = width - sum(others) - len(others)
     table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
@@ -148,7 +148,7 @@ def _models(rows: Sequence[ReplicaRow], width: int) -> Table:
     return table
 
 
-def _text(cell: Text | str) -> Text:
+def _as_text(cell: Text | str) -> Text:
     return cell if isinstance(cell, Text) else Text(cell)
 
 

@@ -50,7 +50,8 @@ async def import_file(
     """Add what an export has and this store has not."""
     with open(file, "rb") as opened:  # noqa: ASYNC230 nothing else runs on this loop
         imported = await import_export_file(access, opened, dry_run)
-    text = f"{'would add' if dry_run else 'added'} {import_text(imported)}"
+    counts = ", ".join(f"{count:,} {name}" for name, count in _counts(imported).items())
+    text = f"{'would add' if dry_run else 'added'} {counts}"
     text = "all of it is there already" if imported.nothing else text
     print_either(json, {"dry_run": dry_run, **asdict(imported)}, lambda: print(text))
 
@@ -68,10 +69,6 @@ async def import_export_file(access: StoreAccess, file: BinaryIO, dry_run: bool)
     if not imported.nothing:
         await access.note(SYSTEM, "import", os.path.basename(file.name), **_counts(imported))
     return imported
-
-
-def import_text(imported: ImportCounts) -> str:
-    return ", ".join(f"{count:,} {name}" for name, count in _counts(imported).items())
 
 
 def _counts(imported: ImportCounts) -> dict[str, int]:

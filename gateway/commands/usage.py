@@ -114,9 +114,9 @@ async def reconcile(
     """Compare the counters with the sums of the ledger's records."""
     days = _days(first, last)
     ids = progress(await _ids(access, accounts), "accounts")
-    compared = [one for account_id in ids async for one in balances(access.store, account_id, days)]
-    differ = [one for one in compared if one.counted != one.recorded]
-    documents = [{**one._asdict(), "day": day_text(one.day)} for one in differ]
+    compared = [row for account_id in ids async for row in balances(access.store, account_id, days)]
+    differ = [row for row in compared if row.counted != row.recorded]
+    documents = [{**row._asdict(), "day": day_text(row.day)} for row in differ]
     span = {"from": day_text(days[0]), "to": day_text(days[-1])}
     document: Any = msgspec.to_builtins({**span, "compared": len(compared), "differ": documents})
     print_either(json, document, lambda: _print_differences(differ, len(compared), days))
@@ -128,10 +128,10 @@ def _print_differences(differ: Sequence[BalanceRow], compared: int, days: range)
         print(f"counters and records agree: {compared} compared, {day_text(days[0])} to {day_text(days[-1])}")
         return
     rows = [
-        (one.account_id, day_text(one.day), one.subject or "-", name, format_amount(counter), format_amount(records))
-        for one in differ
-        for name, counter in structs.asdict(one.counted).items()
-        if counter != (records := getattr(one.recorded, name))
+        (row.account_id, day_text(row.day), row.subject or "-", name, format_amount(counter), format_amount(records))
+        for row in differ
+        for name, counter in structs.asdict(row.counted).items()
+        if counter != (records := getattr(row.recorded, name))
     ]
     print_table(("ACCOUNT", "DAY", "SUBJECT", "WHAT", "COUNTER", "RECORDS"), rows)
 

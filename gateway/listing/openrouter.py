@@ -24,6 +24,7 @@ _SAMPLING: Final = (
     "max_tokens",
     "logit_bias",
 )
+_FEATURES: Final = ("json_mode", "structured_outputs", "logprobs")
 _OUTPUTS: Final = {ModelTask.GENERATION: "text", ModelTask.EMBEDDINGS: "embeddings", ModelTask.CLASSIFICATION: "rerank"}
 _QUANTIZATIONS: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -70,13 +71,9 @@ def _offer(context: ListingContext, model: Model) -> Offer:
         max_output_length=tokens if writes else 0,
         pricing=_pricing(model, context.neuron_usd),
         supported_sampling_parameters=_SAMPLING if writes else (),
-        supported_features=_features(model) if writes else [],
+        supported_features=[*_FEATURES, *(["tools"] if model.function_calling else [])] if writes else [],
         deprecation_date=model.ends_on,
     )
-
-
-def _features(model: Model) -> list[str]:
-    return ["json_mode", "structured_outputs", "logprobs", *(["tools"] if model.function_calling else [])]
 
 
 def _pricing(model: Model, neuron_usd: float) -> dict[str, str]:
@@ -88,8 +85,4 @@ def _pricing(model: Model, neuron_usd: float) -> dict[str, str]:
         "request": 0.0,
     }
     usd = Decimal(str(neuron_usd)) / 1_000_000
-    return {name: _written(Decimal(str(price)) * usd) for name, price in neurons_per_million.items()}
-
-
-def _written(price: Decimal) -> str:
-    return f"{price.normalize():f}"
+    return {name: f"{(Decimal(str(price)) * usd).normalize():f}" for name, price in neurons_per_million.items()}

@@ -96,7 +96,7 @@ def output_schema(family: str) -> Json:
     first, *others = map(_whole, RESPONSE_TYPES[family])
     if not others:
         return first
-    definitions = {name: schema for each in (first, *others) for name, schema in each.pop("$defs").items()}
+    definitions = {name: part for schema in (first, *others) for name, part in schema.pop("$defs").items()}
     described = {"description": "One of these", "additionalProperties": True}
     return {"type": "object", **described, "anyOf": [first, *others], "$defs": definitions}
 

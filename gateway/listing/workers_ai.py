@@ -25,6 +25,7 @@ _NAMESPACE: Final = uuid.UUID("0c1f6d0a-7c57-4b0e-8a55-2f5d4a1f6b3e")
 _SOURCES: Final = {"@hf": 2}  # all others are 1, as in Workers AI
 
 YesNo = Literal["true", "false", "1", "0"]
+_YES: Final = ("true", "1")
 
 
 class SearchQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,13 +139,9 @@ def _matches(model: Model, options: SearchQuery, today: date) -> bool:
         and options.task.lower() in ("", model.task.lower(), _task(model).id)
         and options.author.lower() in ("", model.author.lower())
         and options.source.removesuffix(".0") in ("", str(_source(model)))
-        and not (model.settings.beta and _yes(options.hide_experimental))
-        and (not model.ended(today) or (_yes(options.include_deprecated) and since_end <= SHOWN_AFTER_END))
+        and not (model.settings.beta and options.hide_experimental in _YES)
+        and (not model.ended(today) or (options.include_deprecated in _YES and since_end <= SHOWN_AFTER_END))
     )
-
-
-def _yes(word: YesNo) -> bool:
-    return word in ("true", "1")
 
 
 def _source(model: Model) -> int:

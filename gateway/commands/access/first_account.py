@@ -40,6 +40,5 @@ def first_call(credentials: Credentials, model: str) -> str:
     system = "You are the assistant of Harbour Books. Opening hours: Monday to Friday, 9:00 to 18:00."
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "When are you open?"}]
     body = msgspec.json.encode({"messages": messages, "stream": True}).decode()
-    headers = [f"Authorization: Bearer {credentials.token}", "Content-Type: application/json"]
-    parts = ["curl", "-N", url, *(part for header in headers for part in ("-H", header)), "-d", body]
-    return shlex.join(parts)
+    authorization = f"Authorization: Bearer {credentials.token}"
+    return shlex.join(["curl", "-N", url, "-H", authorization, "-H", "Content-Type: application/json", "-d", body])

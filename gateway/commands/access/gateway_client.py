@@ -3,6 +3,7 @@ operator's API, with a given token or a temporary one. It knows no answer's cont
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ import msgspec
 from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.config import Config, ServerConfig
 from gateway.state_dir import read_credentials
-from tenants.records.accounts import Account
 from tenants.records.grants import Grant, Permission
 from tenants.store.protocol import StoreUnavailable
 
@@ -92,6 +92,13 @@ def reachable_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def free_port(server: ServerConfig) -> int:
+    """The configured port, or one that the system chose for 0. Raises OSError where it is taken."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    with socket.create_server((server.host, server.port), family=family) as probe:
+        return int(probe.getsockname()[1])
+
+
 def _own_url(config: Config) -> str:
     credentials = read_credentials(config)
     return credentials.base_url if credentials else base_url(config.server, config.server.port)
@@ -146,16 +153,8 @@ def operator_token(config: Config, url: str | None, token: str | None) -> Iterat
 
 
 async def _mint(access: StoreAccess, config: Config) -> tuple[str, str]:
-    account = await _first(access, config)
-    grant, expires_at = Grant(permissions=(Permission.OPERATOR,)), int(time.time()) + _TOKEN_S
-    token, text = await access.accounts.mint(account.id, "hearth top", expires_at, grant)
-    detail = {"name": token.name, "expires_at": token.expires_at, "grant": token.grant}
-    await access.note(account.id, "token.create", token.id, **detail)
-    return token.id, text
-
-
-async def _first(access: StoreAccess, config: Config) -> Account:
-    """The account of the first start if it still exists, else the oldest one. Raises OperatorRefused without any."""
+    """Returns the id and the text of a token of the first start's account if that still exists, else of the oldest one.
+    Raises OperatorRefused without any."""
     credentials = read_credentials(config)
     accounts = [account for account in await access.accounts.list() if account.suspended_at is None]
     accounts.sort(key=lambda account: credentials is None or account.id != credentials.account_id)
@@ -163,7 +162,11 @@ async def _first(access: StoreAccess, config: Config) -> Account:
         raise OperatorRefused(
             "there is no account yet whose token could be used: `hearth accounts create NAME` makes one"
         )
-    return accounts[0]
+    grant, expires_at = Grant(permissions=(Permission.OPERATOR,)), int(time.time()) + _TOKEN_S
+    token, text = await access.accounts.mint(accounts[0].id, "hearth top", expires_at, grant)
+    detail = {"name": token.name, "expires_at": token.expires_at, "grant": token.grant}
+    await access.note(token.account_id, "token.create", token.id, **detail)
+    return token.id, text
 
 
 async def _revoke(access: StoreAccess, token_id: str) -> None:

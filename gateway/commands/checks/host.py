@@ -52,7 +52,7 @@ def _gpu(gpu: gpus.Gpu) -> Finding:
     total, free = format_bytes(gpu.total_bytes), format_bytes(gpu.free_bytes)
     text = f"{gpu.name}, {free} of {total} free, driver {gpu.driver}"
     if gpu.capability < gpus.MIN_CAPABILITY:
-        actual, minimum = (".".join(map(str, each)) for each in (gpu.capability, gpus.MIN_CAPABILITY))
+        actual, minimum = (".".join(map(str, numbers)) for numbers in (gpu.capability, gpus.MIN_CAPABILITY))
         advice = f"its compute capability is {actual}, kernels need {minimum}: with device auto, models run on the CPU"
         return note("gpu", text, advice)
     if gpu.free_bytes < _MIN_FREE_SHARE * gpu.total_bytes:

@@ -3,11 +3,10 @@
 import asyncio
 import datetime
 import os
-import socket
 from collections.abc import Iterator
 from typing import Final
 
-from gateway.commands.access.gateway_client import endpoint_answers
+from gateway.commands.access.gateway_client import endpoint_answers, free_port
 from gateway.commands.access.store_access import opened_store
 from gateway.commands.checks.finding import Finding, good, note, wrong
 from gateway.config import Config, ServerConfig, SettingsError
@@ -69,8 +68,8 @@ def certificate(server: ServerConfig) -> Iterator[Finding]:
     days = (ends - datetime.datetime.now(datetime.UTC)).days
     text = f"{server.certificate} is good until {ends:%Y-%m-%d}, {days} days"
     if days < 0:
-        text = f"{server.certificate} has expired on {ends:%Y-%m-%d}"
-        yield wrong("tls", text, "put a new one there: it is taken up within a second")
+        expired = f"{server.certificate} has expired on {ends:%Y-%m-%d}"
+        yield wrong("tls", expired, "put a new one there: it is taken up within a second")
     elif days < _RENEW_DAYS:
         yield note("tls", text, "put a new one there in time: it is taken up within a second")
     else:
@@ -81,10 +80,9 @@ def certificate(server: ServerConfig) -> Iterator[Finding]:
 
 def port(config: Config) -> Finding:
     host, port = config.server.host, config.server.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port), family=family):
-            return good("port", f"{host}:{port} is free")
+        free_port(config.server)
+        return good("port", f"{host}:{port} is free")
     except OSError as error:
         credentials = read_credentials(config)
         is_own = credentials is not None and credentials.base_url.endswith(f":{port}")

@@ -69,7 +69,7 @@ def add(
     entry = parse_registration({"name": name, "folder": str(folder), **changes}, "hearth models add")
     if problem := _name_problem(config, entry.name):
         return fail(problem)
-    configured = next((one for one in config.models if one.name == entry.name), entry)
+    configured = next((model for model in config.models if model.name == entry.name), entry)
     served = structs.replace(configured, folder=entry.folder)  # what hearth.toml says goes before this command
     usable = gpus.usable_gpus(config.machine.device, gpus.installed_gpus())
     budgets = device_budgets(config.machine.device_bytes, usable)

@@ -5,8 +5,7 @@ its original again. It knows nothing of the code.
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -39,8 +38,6 @@ examples:
 The files are those that were compressed, bit for bit: every piece, tensor and file is held against its sum.
 """
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-
-
 Model = Annotated[str, Parameter(metavar="NAME|FOLDER", help="a model of the catalogue, or a Hugging Face folder")]
 Target = Annotated[str, Parameter(help="a new folder")]
 ComputeDevice = Annotated[str, Parameter(help="where to compute: auto, cpu or cuda:N (default: auto)")]
@@ -80,8 +77,8 @@ def expand(
 
 
 def _folder(config: Config, name: str) -> Path | None:
-    known = next((folder_of(config, entry) for entry in model_entries(config) if entry.name == name), None)
-    folder = known or Path(name)
+    folders = {entry.name: folder_of(config, entry) for entry in model_entries(config)}
+    folder = folders.get(name, Path(name))
     return folder if folder.is_dir() else None
 
 
@@ -91,16 +88,11 @@ def _run_engine(module: str, config: Config, model: str, arguments: Sequence[str
         return fail(f"{model} is neither a folder nor a model of the catalogue, which `hearth models list` shows")
     command = [sys.executable, "-P", "-m", f"engine.compression.{module}", str(folder), *arguments, "--device", device]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the program takes them once it can end well
-    with subprocess.Popen([*command, *(["--json"] if json else [])]) as process, _signals_passed_to(process):
-        return process.wait()
-
-
-@contextmanager
-def _signals_passed_to(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    before = [signal.signal(number, lambda number, _: process.send_signal(number)) for number in _SIGNALS]
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        for number, handler in zip(_SIGNALS, before, strict=True):
-            signal.signal(number, handler)
+    with subprocess.Popen([*command, *(["--json"] if json else [])]) as process:
+        before = [signal.signal(number, lambda number, _: process.send_signal(number)) for number in _SIGNALS]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        try:
+            return process.wait()
+        finally:
+            for number, handler in zip(_SIGNALS, before, strict=True):
+                signal.signal(number, handler)

@@ -72,12 +72,8 @@ def inspect_folder(config: Config, entry: ModelEntryConfig, budgets: list[Device
 
 def _inspected(folder: Path, entry: ModelEntryConfig, task: ModelTask) -> InspectionReport:
     """What a replica would load. Raises UnservableFolder with the engine's reason."""
-    spec = ModelSpec(
-        name=entry.name,
-        folder=str(folder),
-        context_tokens=entry.context_tokens,
-        vectors=task is ModelTask.EMBEDDINGS,
-    )
+    vectors = task is ModelTask.EMBEDDINGS
+    spec = ModelSpec(name=entry.name, folder=str(folder), context_tokens=entry.context_tokens, vectors=vectors)
     command = [sys.executable, "-P", "-m", "engine.weights.validate", msgspec.json.encode(spec).decode()]
     try:
         inspection = subprocess.run(command, capture_output=True, text=True, timeout=_INSPECTION_S)
@@ -85,11 +81,9 @@ def _inspected(folder: Path, entry: ModelEntryConfig, task: ModelTask) -> Inspec
         raise UnservableFolder(
             f"{folder} could not be looked through within {_INSPECTION_S:.0f} s", "look at its disk"
         ) from error
-    if inspection.returncode:
-        lines = inspection.stderr.strip().splitlines() or [
-            f"looking at {folder} ended with status {inspection.returncode}"
-        ]
-        raise UnservableFolder(lines[-1], _CORRECT if inspection.returncode == _WRONG_CONFIG_STATUS else _GET_AGAIN)
+    if status := inspection.returncode:
+        lines = inspection.stderr.strip().splitlines() or [f"looking at {folder} ended with status {status}"]
+        raise UnservableFolder(lines[-1], _CORRECT if status == _WRONG_CONFIG_STATUS else _GET_AGAIN)
     return msgspec.json.decode(inspection.stdout, type=InspectionReport)
 
 
@@ -126,17 +120,13 @@ def _require_fit(
 
 
 def _weights_bytes(entry: ModelEntryConfig, inspected: InspectionReport, task: ModelTask, budget: DeviceBudget) -> int:
-    """Bytes on the device: only GPUs keep weights in 12 bits, and only beside others in bfloat16."""
-    number_bytes = _number_bytes(entry, task, budget)
-    if budget.device == HOST_MEMORY_DEVICE or entry.dtype not in ("auto", "bfloat16"):
+    """Bytes on the device, at least: only GPUs keep weights in 12 bits, and only beside others in bfloat16; a CPU
+    measures at each start what the type `auto` means for text."""
+    on_cpu = budget.device == HOST_MEMORY_DEVICE
+    number_bytes = _NUMBER_BYTES.get(entry.dtype, 4 if on_cpu and task is not ModelTask.GENERATION else 2)
+    if on_cpu or entry.dtype not in ("auto", "bfloat16"):
         return inspected.numbers * number_bytes
     return (inspected.numbers - inspected.coded_numbers) * number_bytes + inspected.coded_bytes
-
-
-def _number_bytes(entry: ModelEntryConfig, task: ModelTask, budget: DeviceBudget) -> int:
-    """Bytes of one weight on the device, at least: a CPU measures at each start what `auto` means for text."""
-    vectors_on_a_cpu = budget.device == HOST_MEMORY_DEVICE and task is not ModelTask.GENERATION
-    return _NUMBER_BYTES.get(entry.dtype, 4 if vectors_on_a_cpu else 2)
 
 
 def _remedies(entry: ModelEntryConfig, sizes: ModelSizes, weights: int, budget: DeviceBudget) -> list[str]:
@@ -149,11 +139,7 @@ def _remedies(entry: ModelEntryConfig, sizes: ModelSizes, weights: int, budget: 
         remedies.append('set kv_dtype = "fp8"')
     if entry.dtype == "float32" and weights // 2 + kv <= budget.budget_bytes:
         remedies.append('set dtype = "bfloat16"')
-    if (
-        sizes.could_be_compressed
-        and budget.device != HOST_MEMORY_DEVICE
-        and weights * 3 // 4 + kv <= budget.budget_bytes
-    ):
+    if sizes.could_be_compressed and on_gpu and weights * 3 // 4 + kv <= budget.budget_bytes:
         remedies.append("compress it (`hearth models compress`)")
     if weights + kv <= budget.max_bytes:
         remedies.append(f"raise machine.device_bytes to at least {weights + kv}")

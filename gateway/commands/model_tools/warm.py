@@ -6,7 +6,6 @@ import json as json_codec
 import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Final
@@ -115,11 +114,10 @@ def _run_warmup(config: Config, spec: ModelSpec, check: bool, report: Callable[[
 
 def _follow(lines: IO[str], report: Callable[[str], object]) -> str:
     """Reports each line as it comes; returns the last one."""
-    last: deque[str] = deque(maxlen=1)
+    line = ""
     for line in lines:
-        last.append(line.strip())
         report(_short_text(line))
-    return last[0] if last else ""
+    return line.strip()
 
 
 def _short_text(line: str) -> str:

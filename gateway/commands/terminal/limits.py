@@ -52,21 +52,21 @@ NO_CHANGE: Final = LimitOptions()
 def limits_json(limits: Limits) -> dict[str, Any]:
     """Every limit, null where it is not set."""
     document: dict[str, Any] = {name: getattr(limits, name) for name in _NAMES}
-    return {**document, "classes": {name: limits_json(one) for name, one in sorted(limits.classes.items())}}
+    return {**document, "classes": {name: limits_json(of_class) for name, of_class in sorted(limits.classes.items())}}
 
 
 def limits_text(limits: Limits) -> str:
     """In one line: `60 requests/min, 10,000 neurons/day; large: 5 requests/min`."""
     texts = [_limit_text(name, value) for name in _NAMES if (value := getattr(limits, name)) is not None]
-    classes = [f"{name}: {limits_text(one)}" for name, one in sorted(limits.classes.items())]
+    classes = [f"{name}: {limits_text(of_class)}" for name, of_class in sorted(limits.classes.items())]
     return "; ".join([", ".join(texts), *classes] if texts else classes) or "-"
 
 
 def limits_rows(*columns: Limits) -> list[tuple[str, ...]]:
     """One row for each limit that exists: its name and then its value in each of the columns."""
-    rows = [(name, *(format_amount(getattr(one, name)) for one in columns)) for name in RANGES]
-    for class_name in sorted({name for one in columns for name in one.classes}):
-        class_rows = limits_rows(*(one.classes.get(class_name, NO_LIMITS) for one in columns))
+    rows = [(name, *(format_amount(getattr(limits, name)) for limits in columns)) for name in RANGES]
+    for class_name in sorted({name for limits in columns for name in limits.classes}):
+        class_rows = limits_rows(*(limits.classes.get(class_name, NO_LIMITS) for limits in columns))
         rows += [(f"{class_name}: {name}", *cells) for name, *cells in class_rows if set(cells) != {"-"}]
     return rows
 
