@@ -138,8 +138,10 @@ class BenchSession:
         scope: int | None = None,
         temperature: float = 0.0,
         grammar: Grammar | None = None,
+        account: bytes = bytes(16),
     ) -> RequestTimeline:
-        """A request; those of one `scope` share cached prefixes. Waits until its grammar is compiled."""
+        """A request; those of one `scope` share cached prefixes. Waits until its grammar is compiled, which its
+        `account` caches."""
         number = len(self.streams)
         self.streams[number] = RequestTimeline(time.perf_counter())
         sharing = Scope() if scope is None else Scope(ScopeKind.TENANT, scope.to_bytes(16, "big"))
@@ -148,7 +150,7 @@ class BenchSession:
         sequences = self._validator.sequences(submit, 0, time.perf_counter())
         if grammar is not None:
             assert self._grammars is not None
-            sequences[0].compilation = compilation = self._grammars.compile(grammar, bytes(16), cache=True)
+            sequences[0].compilation = compilation = self._grammars.compile(grammar, account, cache=True)
             while not compilation.done:
                 time.sleep(1e-3)
         self._scheduler.intake.add(sequences)

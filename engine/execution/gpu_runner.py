@@ -38,7 +38,7 @@ _PREPARE_EVERY_S: Final = 0.25
 class StagedStep:
     """An in-flight step on a GPU, with the host memory that it is uploaded from and its tokens are downloaded to.
 
-    batch   the step, while it lacks its masks.
+    batch, logits_RV   the step and its rows' logits, while it lacks its masks.
     """
 
     def __init__(self, stream: DeviceStream, step_limits: StepLimits, vector_width: int) -> None:
@@ -53,12 +53,14 @@ class StagedStep:
         self.vectors_RH = stream.staging(step_limits.sequences, vector_width, dtype=torch.float32)
         self.mark = stream.mark()
         self.batch: StepBatch | None = None
+        self.logits_RV: Tensor | None = None
         self.rows = 0
         self.logprob_counts: dict[int, int] = {}
         self._tokens_R = self.tokens_R.numpy()
 
     def begin(self, batch: StepBatch) -> None:
         """Notes what is to be read of the step when it has landed."""
+        self.batch = self.logits_RV = None
         self.rows = len(batch.rows_R)
         counts = batch.sampling_R["logprobs"].tolist()
         self.logprob_counts = {row: count for row, count in enumerate(counts) if count >= 0}
@@ -91,6 +93,8 @@ class GpuRunner:
         self._stream = memory.stream
         vector_width = config.hidden if config.vectors else 0
         self._masks_RW = self._stream.staging(*memory.buffers.masks_RW.shape, dtype=torch.int32)
+        self._mask_stream = DeviceStream(self._stream.device)  # masks are uploaded while the layers are computed
+        self._masks_uploaded = self._mask_stream.mark()
         self._staged = [StagedStep(self._stream, step_limits, vector_width) for _ in range(PIPELINE_DEPTH + 1)]
         self._launches = 0
         self._prepared_at = 0.0
@@ -141,7 +145,7 @@ class GpuRunner:
 
     def launch(self, packed: Int32s) -> StagedStep:
         """As in StepExecutor. Writes the spare words of the packed step's header. The host works out masks while the
-        device computes what does not need them."""
+        device computes what does not need them: all but the sampling."""
         batch = unpack_step(packed)
         check_step(batch, self.limits)
         rows, sampled_rows = len(batch.tokens_T), len(batch.rows_R)
@@ -158,8 +162,9 @@ class GpuRunner:
             else:
                 self._prepare_now_and_then(bodies, rows)
                 bodies.launch(rows)
-            staged.batch = batch if batch.masked else None
-            if sampled_rows and staged.batch is None:
+            if batch.masked:
+                staged.batch, staged.logits_RV = batch, self._logits(sampled_rows)
+            elif sampled_rows:
                 self._sample(batch, staged)
             staged.mark.set()
         return staged
@@ -171,8 +176,11 @@ class GpuRunner:
         batch, step.batch, count = step.batch, None, len(masks_MW)
         assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
         self._masks_RW.numpy()[:count] = masks_MW
-        with self._stream.entered():
+        with self._mask_stream.entered():
             self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
+            self._masks_uploaded.set()
+        with self._stream.entered():
+            self._stream.follow(self._masks_uploaded)
             self._sample(batch, step)
             step.mark.set()
 
@@ -231,8 +239,7 @@ class GpuRunner:
     def _sample(self, batch: StepBatch, staged: StagedStep) -> None:
         """Queues the head, the sampling and the download. Only what all rows have in common is worth graphs."""
         rows, features = staged.rows, SamplingFeatures.of(batch)
-        if arrivals := self._memory.arrivals():
-            self._stream.follow(arrivals[-1])
+        self._follow_head_weights()
         if self._config.vectors:
             self._heads.launch(rows)
             staged.vectors_RH[:rows].copy_(self._buffers.vectors_RH[:rows], non_blocking=True)
@@ -240,14 +247,29 @@ class GpuRunner:
         if features == TEMPERATURE_ONLY:
             self._heads.launch(rows)
         else:
+            logits_RV, staged.logits_RV = staged.logits_RV, None
             with self._memory.workspace.entered():
-                logits_RV = self._head(rows, features)
+                logits_RV = self._head(rows, features, logits_RV)
                 if features.logprobs:
                     LogprobTensors.of(logits_RV, self._buffers.sampled_R[:rows]).copy_to(staged.reports)
         staged.tokens_R[:rows].copy_(self._buffers.sampled_R[:rows], non_blocking=True)
 
-    def _head(self, rows: int, features: SamplingFeatures = TEMPERATURE_ONLY) -> Tensor:
-        logits_RV = self._decoder.head(self._step(rows))
+    def _logits(self, rows: int) -> Tensor:
+        """Queues the head alone. Nothing else computes in the workspace until these logits are sampled."""
+        self._follow_head_weights()
+        with self._memory.workspace.entered():
+            return self._decoder.head(self._step(rows))
+
+    def _follow_head_weights(self) -> None:
+        if arrivals := self._memory.arrivals():
+            self._stream.follow(arrivals[-1])
+
+    def _head(
+        self, rows: int, features: SamplingFeatures = TEMPERATURE_ONLY, logits_RV: Tensor | None = None
+    ) -> Tensor:
+        """Queues the head, where `logits_RV` is not there yet, and the sampling."""
+        if logits_RV is None:
+            logits_RV = self._decoder.head(self._step(rows))
         if self._config.vectors:
             return self._buffers.vectors_RH[:rows].copy_(logits_RV)
         sample_tokens(self._buffers.words, logits_RV, self._buffers.sampled_R[:rows], self._buffers.masks_RW, features)

@@ -47,8 +47,11 @@ TEMPERATURE_ONLY: Final = SamplingFeatures()
 def sample_tokens(
     words: Tensor, logits_RV: Tensor, sampled_R: Tensor, masks_MW: Tensor, wants: SamplingFeatures
 ) -> None:
-    """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name."""
-    if wants.biases or wants.penalties or wants.masks:
+    """Chooses a token for each row. Until then `sampled_R` holds those of the step before, which histories may name.
+
+    The logits stay as they are where log probabilities are read from them afterwards.
+    """
+    if wants.biases or wants.penalties or (wants.masks and wants.logprobs):
         logits_RV = logits_RV.to(torch.float32, copy=True)
     if wants.biases:
         add_biases(words, logits_RV)

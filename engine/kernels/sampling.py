@@ -1,7 +1,7 @@
 """Logits → tokens on the device, with the meaning, the order and the noise of engine/step/sampling.py.
 
 `draw` alone is enough where every row is greedy or has a temperature and nothing else: it reads the logits once. What
-only some rows need comes before it: `add_biases`, `penalise` and `forbid`, on a float32 copy, and the cutoffs of
+only some rows need comes before it: `add_biases` and `penalise`, on a float32 copy, `forbid`, and the cutoffs of
 sampling_filters.py. A row's token depends on that row alone.
 
 R rows, V vocabulary, M masked rows, W words of a bit mask, C chunks of the vocabulary, H history.
@@ -228,10 +228,10 @@ def penalise(step: Tensor, logits_RV: Tensor, sampled_R: Tensor) -> None:
 
 
 def forbid(step: Tensor, logits_RV: Tensor, masks_MW: Tensor) -> None:
-    """Writes −inf to float32 logits where bit (id % 32) of int32 word (id ÷ 32) of the row's mask is 0."""
+    """Writes −inf to float32, bfloat16 or float16 logits where bit (id % 32) of int32 word (id ÷ 32) of the row's mask
+    is 0."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
-    assert logits_RV.dtype == torch.float32
     assert masks_MW.dtype == torch.int32
     assert masks_MW.is_contiguous()
     assert masks_MW.shape[1] * 32 >= vocabulary

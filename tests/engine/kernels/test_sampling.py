@@ -109,6 +109,19 @@ def test_a_token_that_the_flight_before_sampled_is_penalised() -> None:
     assert tokens_R.tolist() == [9]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_forbidding_changes_what_is_forbidden_alone_in_every_precision(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(5)
+    logits_RV = random(6, 70, seed=5).to(dtype)
+    allowed_MV = rng.random((3, 70)) < 0.4
+    step = torch.from_numpy(step_of([SamplingParams()] * 6, [None] * 6, [1, 2, 5])).to(DEVICE)
+    found_RV = logits_RV.clone()
+    sampling.forbid(step, found_RV, torch.from_numpy(bits_of(allowed_MV)).to(DEVICE))
+    expected_RV = logits_RV.clone()
+    expected_RV[[1, 2, 5]] = expected_RV[[1, 2, 5]].masked_fill(~torch.from_numpy(allowed_MV).to(DEVICE), -torch.inf)
+    assert torch.equal(found_RV, expected_RV)
+
+
 @pytest.mark.parametrize("vocabulary", [60, 300])
 @pytest.mark.parametrize("seed", range(3))
 def test_masks_come_before_filters_and_are_of_their_rows_alone(seed: int, vocabulary: int) -> None:

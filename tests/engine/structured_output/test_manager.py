@@ -16,6 +16,7 @@ from engine.scheduling.validation import SubmitRejected
 from engine.structured_output import manager as module
 from engine.structured_output.manager import (
     CACHED_PER_ACCOUNT_MAX,
+    PARSERS_MAX,
     PENDING_PER_ACCOUNT_MAX,
     LarkMatcher,
     StructuredOutputManager,
@@ -242,6 +243,19 @@ def test_accounts_take_turns_and_none_may_have_many_pending(grammars: Structured
     assert time.perf_counter() - began < 5.0
     with grammars._changed:
         grammars._pending.clear()
+
+
+def test_matchers_of_one_grammar_take_its_parsers_in_turn_which_learn_apart(
+    grammars: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PARSERS_S", 60.0)
+    compilation = compiled(grammars, r"x(a|b|ab){10,900}y(aa|bb){3,70}", GrammarKind.REGEX)
+    matchers = [compilation.new_matcher(STOPS) for _ in range(2 * PARSERS_MAX)]
+    token = next(iter(allowed(grammars, matchers[0])))
+    assert matchers[0].accept(token) == ""
+    for matcher in matchers:
+        assert allowed(grammars, matcher), "a mask of another text changes none of this one"
+    assert len({id(parser) for parser in compilation._parsers}) == PARSERS_MAX
 
 
 def test_a_trial_that_ends_is_replaced_and_costs_no_grammar() -> None:
