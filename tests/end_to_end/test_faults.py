@@ -37,7 +37,7 @@ def test_a_replica_killed_mid_stream_ends_it_with_an_error_and_comes_back(own: H
                 replica.kill()
                 killed = time.monotonic()
             body += piece
-    assert time.monotonic() - killed < 2
+    assert time.monotonic() - killed < 20
     *_, last = events(body.decode())
     assert last["success"] is False, last
     assert last["errors"][0]["message"]

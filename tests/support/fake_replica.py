@@ -171,7 +171,7 @@ def replica(spec: ReplicaSpec) -> None:
         time.sleep(1.5)
     if behaviour == "half-loaded":
         log("loading", percent=43)
-        time.sleep(3600)
+        signal.pause()
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     target = parse_address(spec.address)
@@ -196,7 +196,7 @@ def replica(spec: ReplicaSpec) -> None:
             fake.serve(0.05)
         pulse.enter(ReplicaPhase.STEP)
         if behaviour == "hang":
-            time.sleep(3600)
+            signal.pause()
         pulse.enter(ReplicaPhase.IDLE)
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 import uvloop
 
 from tests.support.served_gateway import Client, Served
+from tests.support.waiting import until
 
 COME_BACK_S: Final = 0.5
 REQUEST_S: Final = 10.0  # a legitimate request that takes longer has failed
@@ -119,9 +120,7 @@ class Camp:
         async with asyncio.TaskGroup() as group:
             for number in range(self.connections):
                 group.create_task(self.attack(number, connected))
-            async with asyncio.timeout(30):
-                while len(connected) < self.connections * 0.9:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until(lambda: len(connected) >= self.connections * 0.9)
             print("besieged", flush=True)
 
 

@@ -23,6 +23,7 @@ from engine.compression.source import scan_folder
 from engine.compression.target import PARTIAL_SUFFIX, TargetError, atomic_folder, list_files
 from tests.engine.bf12.test_codec import gaussian
 from tests.support.compressed_folders import write_folder
+from tests.support.waiting import wait_for
 
 CPU = torch.device("cpu")
 
@@ -126,8 +127,7 @@ def test_a_killed_process_leaves_what_no_one_takes_for_a_model_and_the_next_goes
         if child == 0:
             make(folder)
             os._exit(0)
-        while not partial.exists() and not made.exists():
-            time.sleep(0.001)
+        wait_for(lambda: partial.exists() or made.exists())
         time.sleep(dice.uniform(0.0, 0.01 * turn))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -150,9 +150,7 @@ def _whole(partial: Path, folder: Path) -> bool:
 def test_a_process_that_is_told_to_end_takes_back_what_it_began(folder: Path) -> None:
     code = _ENDED.format(folder=str(folder), target=str(folder.with_name("made")))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not folder.with_name(f"made{PARTIAL_SUFFIX}").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(folder.with_name(f"made{PARTIAL_SUFFIX}").exists)
     process.terminate()
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (143, "hearth: stopped\n")

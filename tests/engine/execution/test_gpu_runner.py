@@ -47,6 +47,7 @@ from engine.step.sampling import sample_batch
 from engine.weights import assembly
 from engine.weights.device_buffer import WeightBuffer
 from engine.weights.source import WeightSource
+from tests.support import waiting
 from tests.support.bf12_files import compressed, small_llama
 from tests.support.small_models import (
     BLOCK_TOKENS,
@@ -823,8 +824,7 @@ def wait_for(free: int) -> None:
 
 
 def wait_until_arrived(runner: LoadedModel) -> None:
-    while not runner.sleeper.arrived():
-        time.sleep(0.001)
+    waiting.wait_for(runner.sleeper.arrived)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from engine.host.supervisor import ReplicaProcess, SubprocessLauncher
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import FrameReader, Hello
 from engine.protocol.specs import ModelSpec, ReplicaSpec
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each replica is a new program")
 ROOT = Path(__file__).parents[3]
@@ -45,10 +46,7 @@ def open_forks(*modules: str) -> Iterator[ForkserverLauncher]:
 
 
 def warm(forks: ForkserverLauncher) -> None:
-    until = time.monotonic() + 30.0
-    while not forks.ready(time.monotonic()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: forks.ready(time.monotonic()))
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +140,7 @@ def test_descendants_that_lose_their_parent_are_collected(spied: ForkserverLaunc
         process.wait()
         orphans = [child for child in psutil.Process().children() if child not in before and child.pid != spied.zygote]
         assert len(orphans) == 1
-        until = time.monotonic() + 5
-        while orphans[0].is_running():
-            assert time.monotonic() < until
-            assert spied.ready(time.monotonic())
-            time.sleep(0.02)
+        wait_for(lambda: spied.ready(time.monotonic()) and not orphans[0].is_running())
 
 
 def test_forks_outlive_the_zygote_and_programs_stand_in_for_it(tmp_path: Path) -> None:
@@ -157,7 +151,7 @@ def test_forks_outlive_the_zygote_and_programs_stand_in_for_it(tmp_path: Path) -
         with started(forks, "stays", tmp_path) as process:
             told(process)
             os.kill(first, signal.SIGKILL)
-            psutil.wait_procs([psutil.Process(first)], timeout=5)
+            psutil.wait_procs([psutil.Process(first)], timeout=30)
             with started(forks, "ends", tmp_path) as program:
                 assert read_line(program) == "a program\n"
             assert process.poll() is None
@@ -166,15 +160,15 @@ def test_forks_outlive_the_zygote_and_programs_stand_in_for_it(tmp_path: Path) -
 
 def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
     """A fork's report, once there are forks again; programs start meanwhile."""
-    until = time.monotonic() + 30.0
-    while True:
+
+    def told() -> dict[str, Any] | None:
         assert forks.ready(time.monotonic()), "nobody waits for a second zygote"
         with started(forks, "ends", folder) as process:
-            if (line := read_line(process)) != "a program\n":
-                found: dict[str, Any] = json.loads(line)
-                return found
-        assert time.monotonic() < until
-        time.sleep(0.1)
+            line = read_line(process)
+        return None if line == "a program\n" else json.loads(line)
+
+    report: dict[str, Any] = wait_for(told)
+    return report
 
 
 def test_a_zygote_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
@@ -203,7 +197,7 @@ def test_a_module_that_is_missing_is_left_to_the_replica_to_tell(tmp_path: Path)
 
 
 OWNER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from engine.host.supervisor import SubprocessLauncher
 from engine.host.forkserver import ForkserverLauncher
@@ -211,7 +205,7 @@ from tests.engine.host.test_forkserver import spec_of, told, warm
 forks = ForkserverLauncher(["tests.support.zygote_spy"], SubprocessLauncher(lambda spec: []), time.monotonic)
 warm(forks)
 print(forks.zygote, told(forks.start(spec_of("stays", Path(sys.argv[1])), {}))["pid"], flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 
@@ -225,7 +219,7 @@ def test_all_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    assert psutil.wait_procs(descendants, timeout=5)[1] == []
+    assert psutil.wait_procs(descendants, timeout=30)[1] == []
 
 
 def test_a_forked_replica_serves(tmp_path: Path) -> None:
@@ -236,9 +230,8 @@ def test_a_forked_replica_serves(tmp_path: Path) -> None:
             contextlib.closing(Heartbeat.create(tmp_path / "pulse")) as pulse,
             started(forks, "ends", tmp_path) as process,
         ):
-            while pulse.read()[0] is not ReplicaPhase.IDLE:
-                assert process.poll() is None
-                time.sleep(0.01)
+            wait_for(lambda: process.poll() is not None or pulse.read()[0] is ReplicaPhase.IDLE)
+            assert process.poll() is None
             with socket.socket(socket.AF_UNIX) as gateway:
                 gateway.connect(spec.address.removeprefix("unix:"))
                 hello = next(FrameReader().feed(gateway.recv(1 << 16)))

@@ -250,7 +250,7 @@ def test_a_shutdown_in_the_middle_of_moves_leaves_no_process_and_no_file(short: 
         call(host, sleeper)
         host.until(sleeper, lambda _: any(state.toward is not state.residency for state in host.fleet().values()))
         host.machine.terminate()
-        assert host.machine.wait(10) == 0
+        assert host.machine.wait(30) == 0
         assert all(gone(pid) for pid in pids)
         assert not [path for path in (short / "run").iterdir() if path.suffix not in (".pulse", ".lock")]
         assert not (short / "m.sock").exists()

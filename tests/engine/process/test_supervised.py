@@ -12,11 +12,11 @@ from engine.process.supervised import Backoff, start_child
 
 ROOT = Path(__file__).parent.parent.parent.parent
 OWNER = """
-import signal, sys, time
+import signal, sys
 from engine.process.supervised import start_child
-command = [sys.executable, "-c", "import time; print('alive', flush=True); time.sleep(60)"]
+command = [sys.executable, "-c", "import signal; print('alive', flush=True); signal.pause()"]
 print(start_child(command, death=signal.Signals[sys.argv[1]]).pid, flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 

@@ -45,6 +45,7 @@ from engine.protocol.types import (
     ScopeKind,
 )
 from tests.support.stamp_engine import Temper, solo
+from tests.support.waiting import wait_for
 
 STAMP = Path(__file__).parents[2] / "support" / "stamp_engine.py"
 TENANT_A = Scope(ScopeKind.TENANT, b"a" * 16)
@@ -129,17 +130,17 @@ class Peer:
 
 
 def connected(address: str, patience_s: float) -> socket.socket:
-    deadline = time.monotonic() + patience_s
-    while True:
+    def connect() -> socket.socket | None:
         peer = socket.socket(socket.AF_UNIX)
         try:
             peer.connect(address.removeprefix("unix:"))
-            return peer
         except OSError:
             peer.close()
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
+            return None
+        return peer
+
+    peer: socket.socket = wait_for(connect, patience_s, f"{address} takes connections")
+    return peer
 
 
 class Stamped:
@@ -221,11 +222,8 @@ def test_what_is_left_to_prepare_is_done_while_nothing_is_to_be_computed(start: 
     peer.submit(1)
     peer.until(finished(1))
     assert peer.tokens[1] == expected()
-    deadline = time.monotonic() + LIMIT_S
-    while not (found := [event for event in replica.events() if event["event"] == "prepared"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert found[0]["times"] == 300
+    prepared = wait_for(lambda: [event for event in replica.events() if event["event"] == "prepared"])
+    assert prepared[0]["times"] == 300
 
 
 def test_hello_is_first_and_says_what_the_model_takes(calm: Stamped) -> None:
@@ -302,8 +300,8 @@ def test_what_is_over_is_given_back_while_nothing_runs(start: Callable[..., Stam
     peer = start(Temper(blocks=4000)).peer()
     peer.submit(1, list(range(500, 570)), terms=SchedulingTerms(keep_s=0.6))
     peer.until(finished(1))
-    peer.until(lambda peer: peer.load.cached_blocks == 4, 1.0)
-    peer.until(lambda peer: peer.load.cached_blocks == 0, 3.0)
+    peer.until(lambda peer: any(load.cached_blocks == 4 for load in peer.loads))
+    peer.until(lambda peer: peer.load.cached_blocks == 0)
     assert peer.load.counters["evicted_age_blocks"] == peer.load.counters["erased_blocks"] == 4
 
 
@@ -347,7 +345,7 @@ def test_load_comes_twice_a_second_and_when_a_sequence_starts_or_ends(calm: Stam
     peer = calm.peer().until(lambda peer: len(peer.loads) >= 2)
     began = time.monotonic()
     peer.until(lambda peer: len(peer.loads) >= 5)
-    assert 0.9 < time.monotonic() - began < 5.0
+    assert 0.9 < time.monotonic() - began < 15.0
     seen = len(peer.loads)
     peer.submit(1, max_tokens=3)
     peer.until(lambda peer: any(load.running == 1 for load in peer.loads[seen:]) and peer.load.running == 0)
@@ -471,7 +469,8 @@ def test_what_waits_past_its_deadline_is_rejected_whole_when_it_is_over(
     peer.submit(2, n=2, deadline_ms=300)
     peer.submit(4, max_tokens=1, deadline_ms=60_000)
     peer.until(lambda peer: 2 in peer.rejected)
-    assert 0.3 <= time.monotonic() - began < 10.0, "before the other has ended"
+    assert time.monotonic() - began >= 0.3
+    assert 1 not in peer.finished
     assert "waited" in peer.rejected[2].message
     peer.cancel(1)
     peer.until(finished(1, 4))
@@ -503,7 +502,7 @@ def test_end_of_the_connection_cancels_its_sequences(start: Callable[..., Stampe
     leaver.until(lambda peer: len(peer.tokens) == 2)
     watcher.until(lambda peer: peer.load.running == 2 and peer.load.waiting == 3)
     leaver.socket.close()
-    watcher.until(lambda peer: (peer.load.running, peer.load.waiting) == (0, 0), limit_s=8)
+    watcher.until(lambda peer: (peer.load.running, peer.load.waiting) == (0, 0))
     assert watcher.load.free_blocks == 1024
     watcher.submit(1)
     assert watcher.until(finished(1)).tokens == {1: expected()}
@@ -544,12 +543,12 @@ def test_connections_are_limited(start: Callable[..., Stamped]) -> None:
     peers = [replica.peer().until(lambda peer: len(peer.frames) >= 2) for _ in range(3)]
     replica.peer().until(lambda peer: peer.closed)
     peers.pop().socket.close()
-    for _ in range(100):  # until the replica has seen it
+
+    def served() -> bool:
         peer = replica.peer().until(lambda peer: peer.closed or len(peer.frames) >= 2)
-        if not peer.closed:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the place of the one that left stays taken")
+        return not peer.closed
+
+    wait_for(served, what="the place of the one that left is free")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -693,7 +692,7 @@ def test_what_waits_for_one_that_sleeps_and_is_told_to_end_is_told_at_once(start
     peer.submit(1)
     peer.until(lambda peer: peer.load.waiting == 1)
     replica.process.send_signal(signal.SIGTERM)
-    peer.until(lambda peer: peer.closed, limit_s=8)
+    peer.until(lambda peer: peer.closed)
     assert "shutting down" in peer.finished[1].message
     assert replica.status() == 0
 
@@ -719,7 +718,7 @@ def test_idle_replica_drains_at_once(start: Callable[..., Stamped]) -> None:
     replica = start()
     peer = replica.peer().until(lambda peer: len(peer.frames) >= 2)
     replica.process.send_signal(signal.SIGTERM)
-    peer.until(lambda peer: peer.closed, limit_s=8)
+    peer.until(lambda peer: peer.closed)
     assert replica.status() == 0
     assert not os.path.exists(replica.address.removeprefix("unix:"))
 
@@ -749,7 +748,7 @@ def test_drain_has_a_deadline_that_is_said_aloud(start: Callable[..., Stamped]) 
     peer.submit(2, max_tokens=4000)
     peer.until(lambda peer: 1 in peer.tokens)
     replica.process.send_signal(signal.SIGTERM)
-    peer.until(lambda peer: peer.closed, limit_s=10)
+    peer.until(lambda peer: peer.closed)
     assert {id: finish.reason for id, finish in peer.finished.items()} == dict.fromkeys((1, 2), FinishReason.ERROR)
     assert all("shutting down" in finish.message for finish in peer.finished.values())
     assert replica.status() == 0
@@ -759,7 +758,7 @@ def test_replica_dies_with_its_parent(tmp_path: Path) -> None:
     replica = Stamped(tmp_path, Temper(step_ms=5))
     command = replica.command(Temper(step_ms=5))
     replica.stop()
-    program = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(60)"
+    program = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
@@ -769,7 +768,7 @@ def test_replica_dies_with_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait(LIMIT_S)
     try:
-        peer.until(lambda peer: peer.closed, limit_s=10)
+        peer.until(lambda peer: peer.closed)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
@@ -800,10 +799,9 @@ def test_pulse_beats_while_idle_and_in_steps(start: Callable[..., Stamped]) -> N
     pulse = Heartbeat.open(replica.pulse)
     phase, before = pulse.read()
     assert phase == ReplicaPhase.IDLE
-    time.sleep(1.2)
+    wait_for(lambda: pulse.read()[1] > before)
     phase, after = pulse.read()
     assert phase == ReplicaPhase.IDLE
-    assert after > before
     peer.submit(1, max_tokens=30)
     peer.until(lambda peer: 1 in peer.tokens)
     phases = Counter()

@@ -345,9 +345,8 @@ async def test_a_model_without_a_replica_is_503_and_charges_nothing(tmp_path: Pa
 async def test_a_busy_replica_is_429_in_time(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         gateway.behaviour.reject = RejectReason.BUSY
-        began = asyncio.get_running_loop().time()
         refused = await gateway.run(**TEN, stream=True)
-        assert asyncio.get_running_loop().time() - began < 5, "it was not tried again"
+        assert len(gateway.fleet.submits) == 1, "it was not tried again"
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, 3040, "2")
         gateway.behaviour.reject = RejectReason.TOO_LONG
         refused = await gateway.run(**TEN)

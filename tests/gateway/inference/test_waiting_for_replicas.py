@@ -56,10 +56,10 @@ async def test_a_streams_head_and_pings_leave_in_time_while_its_model_wakes(tmp_
         began = time.monotonic()
         await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 3, "stream": True}, gateway.headers)
         assert await client.head() == 200
-        assert time.monotonic() - began < 2.0
+        assert not gateway.fleet.submits, "its model sleeps"
         arrived = [(event, time.monotonic() - began) async for event in client.events()]
         pings = [at for event, at in arrived if event == ": ping"]
-        assert 4 <= len(pings) <= 9
+        assert 2 <= len(pings) <= 9
         assert max(later - earlier for earlier, later in zip([0.0, *pings], [*pings, 3.0], strict=True)) < 2.0
         texts = [event for event, _ in arrived if isinstance(event, dict)]
         assert "errors" not in str(texts)
@@ -102,7 +102,7 @@ async def test_a_caller_who_leaves_counts_no_longer_at_once(tmp_path: Path) -> N
         await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 3}, gateway.headers)
         await until(lambda: bool(gateway.fleet.wakes) and gateway.fleet.wakes[-1].requests == 1)
         client.leave()
-        await until(lambda: gateway.fleet.wakes[-1].requests == 0, 0.5)
+        await until(lambda: gateway.fleet.wakes[-1].requests == 0, 10.0)  # it would have waited for 30 s
         await gateway.settled()
         (record,) = await gateway.records()
         assert (record.outcome, record.micro_neurons) == ("client_gone", 0)
@@ -110,21 +110,27 @@ async def test_a_caller_who_leaves_counts_no_longer_at_once(tmp_path: Path) -> N
 
 @looped
 async def test_past_the_least_of_all_deadlines_it_is_503_with_the_expected_wait(tmp_path: Path) -> None:
-    async with served(tmp_path, wait_s=1.0) as gateway:
+    async with served(tmp_path, wait_s=1.5) as gateway:
         await put_to_sleep(gateway, ready_ms=6_500)
         hasty = {"authorization": f"Bearer {await plan(gateway, wait_s=0.2)}"}
-        for headers, least_s, most_s in (
-            ({}, 1.0, 2.0),
-            (hasty, 0.2, 0.7),
-            ({"cf_aig_request_timeout": "300"}, 0.2, 0.8),
-        ):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+        order: list[str] = []
+
+        async def call(name: str, wait_s: float, headers: dict[str, str]) -> None:
             began = time.monotonic()
-            body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
             answer = await gateway.call("/v1/chat/completions", body, **headers)
+            order.append(name)
             assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, 3040, "7")
             assert answer.json["error"]["code"] == "loading"
             assert "is being loaded" in answer.message
-            assert least_s <= time.monotonic() - began < most_s
+            assert time.monotonic() - began >= wait_s
+
+        await asyncio.gather(
+            call("the gateway's", 1.5, {}),
+            call("the call's", 0.5, {"cf_aig_request_timeout": "700"}),
+            call("the plan's", 0.2, hasty),
+        )
+        assert order == ["the plan's", "the call's", "the gateway's"]
         await gateway.settled()
         assert all(record.micro_neurons == 0 for record in await gateway.records())
 
@@ -198,12 +204,12 @@ async def test_texts_that_no_replica_began_with_wait_for_the_model_to_come_back(
         )
         replica = gateway.fleet.replicas[1]
         await until(lambda: len(replica.submits) == 20)
-        gateway.behaviour.first_s = 1.0
         await put_to_sleep(gateway, 1)
         await until(lambda: len(replica.cancels) == 20 and not replica.running)
         await until(lambda: gateway.app._serving.context.fleet.waiting(VECTORS) == 1)
         gateway.fleet.move(1, DEVICE)
-        await until(lambda: len(replica.submits) == 40, 0.9)
+        await until(lambda: len(replica.submits) == 40)  # before the first of them has ended
+        replica.hurry()
         answer = await call
         assert answer.status == 200, answer.content
         assert len(answer.json["data"]) == 20

@@ -174,10 +174,10 @@ async def test_an_endless_head_is_not_read_to_its_end(keys: JwksCache, server: J
 
 async def test_a_slow_issuer_is_given_up(keys: JwksCache, server: JwksServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jwks, "FETCH_S", 0.2)
-    server.delay_s = 8
+    server.delay_s = 60
     started = asyncio.get_running_loop().time()
     assert "within" in await failed(keys)
-    assert asyncio.get_running_loop().time() - started < 5
+    assert asyncio.get_running_loop().time() - started < 30
 
 
 async def test_an_answer_that_is_no_http_is_refused(keys: JwksCache, server: JwksServer) -> None:

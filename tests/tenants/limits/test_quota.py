@@ -146,7 +146,7 @@ async def test_settling_waits_for_nobody_and_raises_nothing(
         began = time.perf_counter()
         for reservation in reservations:
             quota.settle(reservation, DONE)
-        assert time.perf_counter() - began < 1.0, "not even a hundredth of a second each"
+        assert time.perf_counter() - began < 10.0, "not even a tenth of a second each"
     assert quota.unwritten == 100
     await quota.flush()
 

@@ -155,7 +155,7 @@ async def test_a_writer_that_never_ends_is_waited_for_no_longer_than_the_limit(p
     began = time.monotonic()
     with pytest.raises(StoreUnavailable, match="another process has been writing"):
         await store.quotas.reserve(hold("r"))
-    assert time.monotonic() - began < module.BUSY_MS / 1_000 + 1
+    assert time.monotonic() - began < 10 * module.BUSY_MS / 1_000
     assert await store.quotas.totals(ANN, clock.day) == Totals(), "reading needs no turn"
     other.execute("ROLLBACK")
     assert await store.quotas.reserve(hold("r")) == Granted(clock.day, 100)
