@@ -6,23 +6,20 @@ from prefixcache.radix import AccountShare, BlockCounts
 
 
 class AccountShares:
-    """All accounts that have blocks or leases, and which of them is to give up blocks next."""
+    """All accounts that have blocks or leases, `by_name`, and which of them is to give up blocks next."""
 
     def __init__(self, blocks: int) -> None:
         self.totals = BlockCounts()
         self.floors = 0  # granted, of all accounts
         self._blocks = blocks
-        self._by_name: dict[bytes, AccountShare] = {}
+        self.by_name: dict[bytes, AccountShare] = {}
         self._ranks: LazyHeap[AccountShare] = LazyHeap(_rank)
-
-    def all(self) -> list[AccountShare]:
-        return list(self._by_name.values())
 
     def get_or_create(self, name: bytes) -> AccountShare:
         """The account, new where it has nothing yet; `forget_if_empty` has to follow sooner or later."""
-        account = self._by_name.get(name)
+        account = self.by_name.get(name)
         if account is None:
-            account = self._by_name[name] = AccountShare(name, self.totals)
+            account = self.by_name[name] = AccountShare(name, self.totals)
         return account
 
     def grant(self, account: AccountShare, share: CacheShare) -> None:
@@ -36,9 +33,9 @@ class AccountShares:
         self.rank(account)
 
     def forget_if_empty(self, account: AccountShare) -> None:
-        if not account.roots and self._by_name.get(account.name) is account:
+        if not account.roots and self.by_name.get(account.name) is account:
             self.floors -= account.floor
-            del self._by_name[account.name]
+            del self.by_name[account.name]
             self._ranks.remove(account)
 
     def rank(self, account: AccountShare) -> None:
@@ -59,8 +56,8 @@ class AccountShares:
 
     def check(self) -> None:
         """Raises AssertionError where a sum is wrong, or an account could never be evicted."""
-        assert self.floors == sum(account.floor for account in self._by_name.values()) <= self._blocks
-        for name, account in self._by_name.items():
+        assert self.floors == sum(account.floor for account in self.by_name.values()) <= self._blocks
+        for name, account in self.by_name.items():
             assert account.name == name
             assert account.roots, "an empty account is kept"
             assert account.cached == sum(root.cached for root in account.roots)

@@ -221,7 +221,7 @@ class PrefixTree:
         for root, node in hottest:
             root.pin(node, node.used_s)
         freed: list[int] = []
-        for account in self._accounts.all():
+        for account in list(self._accounts.by_name.values()):
             freed += self._evict_from(account, account.unpinned, "space")
         for root, node in hottest:
             node.reads //= 2

@@ -15,77 +15,36 @@ from engine.protocol.frames import Frame, FrameError, FrameReader, encode_frame
 _RECEIVE_BYTES: Final = 1 << 18
 
 
-class PeerGone(Exception):
-    """The peer of a connection has left, or has to."""
-
-
-class FrameConnection:
-    """One peer's socket. At most `max_received` bytes are read from it at once, and PeerGone is raised where it leaves
-    more than `max_unsent` unread."""
-
-    def __init__(self, peer: socket.socket, max_received: int, max_unsent: int) -> None:
-        peer.setblocking(False)
-        self.socket = peer
-        self._max_received = max_received
-        self._max_unsent = max_unsent
-        self._reader = FrameReader()
-        self._unsent = bytearray()
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that the peer has not taken yet."""
-        return len(self._unsent)
-
-    def frames(self) -> Iterator[Frame]:
-        """The frames that have arrived. Raises PeerGone at the end of the stream, FrameError on
-        rubbish."""
-        total = 0
-        while total < self._max_received:
-            try:
-                received = self.socket.recv(min(_RECEIVE_BYTES, self._max_received - total))
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise PeerGone(str(error)) from error
-            if not received:
-                raise PeerGone("closed by the peer")
-            total += len(received)
-            yield from self._reader.feed(received)
-
-    def send(self, encoded: bytes) -> None:
-        """Hands the bytes to the peer or keeps them for later. Raises PeerGone where too much is kept already."""
-        self._unsent += encoded
-        self.flush()
-        if len(self._unsent) > self._max_unsent:
-            raise PeerGone(f"{len(self._unsent)} bytes unread by the peer")
-
-    def flush(self) -> None:
-        """Sends what the peer takes now. Raises PeerGone."""
-        try:
-            while self._unsent:
-                sent = self.socket.send(self._unsent)
-                del self._unsent[:sent]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            raise PeerGone(str(error)) from error
+class _PeerGone(Exception):
+    """The peer has left."""
 
 
 class PeerChannel:
-    """A socket of frames in the loop's selector, until it is closed or lost; `on_lost` is called in the latter case."""
+    """A peer's socket in the loop's selector, until it is closed or lost; `on_lost` is called in the latter case."""
 
     def __init__(
         self, selector: selectors.BaseSelector, peer: socket.socket, max_received: int, max_unsent: int,
         on_frame: Callable[[Frame], None], on_lost: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """`peer` may still be connecting; the limits are those of FrameConnection. The selector's data is what to call
-        when the peer is ready. `on_frame` may raise FrameError, which loses the peer."""
+        """`peer` may still be connecting. At most `max_received` bytes are read from it at once, and it is lost where
+        it leaves more than `max_unsent` unread. The selector's data is what to call when the peer is ready. `on_frame`
+        may raise FrameError, which loses the peer."""
+        peer.setblocking(False)
         self.closed = False
         self._selector = selector
-        self._connection = FrameConnection(peer, max_received, max_unsent)
+        self._socket = peer
+        self._max_received = max_received
+        self._max_unsent = max_unsent
+        self._reader = FrameReader()
+        self._unsent = bytearray()
         self._on_frame = on_frame
         self._on_lost = on_lost
         selector.register(peer, selectors.EVENT_READ, self._on_ready)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return len(self._unsent)
 
     def send(self, frame: Frame) -> None:
         self.send_encoded(encode_frame(frame))
@@ -94,17 +53,15 @@ class PeerChannel:
         """Sends a frame's bytes, or keeps them until the peer reads. Does nothing once the channel is closed."""
         if self.closed:
             return
+        self._unsent += encoded
         try:
-            self._connection.send(encoded)
-        except PeerGone as gone:
+            self._flush()
+            if len(self._unsent) > self._max_unsent:
+                raise _PeerGone(f"{len(self._unsent)} bytes unread by the peer")
+        except _PeerGone as gone:
             self.lose(str(gone))
             return
         self._watch()
-
-    @property
-    def unsent(self) -> int:
-        """Bytes that the peer has not taken yet."""
-        return self._connection.unsent
 
     def lose(self, reason: str) -> None:
         """Closes the channel and tells its owner, once."""
@@ -116,27 +73,53 @@ class PeerChannel:
         """Idempotent."""
         if not self.closed:
             self.closed = True
-            self._selector.unregister(self._connection.socket)
-            self._connection.socket.close()
+            self._selector.unregister(self._socket)
+            self._socket.close()
 
     def _on_ready(self) -> None:
         if self.closed:  # by what another socket sent in the same round
             return
         try:
-            self._connection.flush()
-            for frame in self._connection.frames():
+            self._flush()
+            for frame in self._frames():
                 self._on_frame(frame)
                 if self.closed:
                     return
-        except (PeerGone, FrameError) as error:
+        except (_PeerGone, FrameError) as error:
             self.lose(str(error))
             return
         self._watch()
 
+    def _frames(self) -> Iterator[Frame]:
+        """The frames that have arrived. Raises _PeerGone at the end of the stream, FrameError on rubbish."""
+        total = 0
+        while total < self._max_received:
+            try:
+                received = self._socket.recv(min(_RECEIVE_BYTES, self._max_received - total))
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise _PeerGone(str(error)) from error
+            if not received:
+                raise _PeerGone("closed by the peer")
+            total += len(received)
+            yield from self._reader.feed(received)
+
+    def _flush(self) -> None:
+        """Sends what the peer takes now. Raises _PeerGone."""
+        try:
+            while self._unsent:
+                sent = self._socket.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise _PeerGone(str(error)) from error
+
     def _watch(self) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._connection.unsent else 0)
-        if self._selector.get_key(self._connection.socket).events != events:
-            self._selector.modify(self._connection.socket, events, self._on_ready)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        if self._selector.get_key(self._socket).events != events:
+            self._selector.modify(self._socket, events, self._on_ready)
 
 
 def listen(address: str) -> socket.socket:

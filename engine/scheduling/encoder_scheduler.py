@@ -135,17 +135,14 @@ class EncoderScheduler:
             return first if first.prompt_tokens <= left or not texts else None
 
         while len(texts) < self._config.max_sequences and (text := queue.peek(fitting)) is not None:
-            self._start(queue, text)
+            self._waiting.start(text)
+            text.inflight_steps = 1
+            queue.add_pending(text.account_queue, text.prompt_tokens)
+            if text.start_order < 0:
+                self.intake.report_first_start(text)
             texts.append(text)
             left -= text.prompt_tokens
         return texts
-
-    def _start(self, queue: FairQueue[Sequence], text: Sequence) -> None:
-        self._waiting.start(text)
-        text.inflight_steps = 1
-        queue.add_pending(text.account_queue, text.prompt_tokens)
-        if text.start_order < 0:
-            self.intake.report_first_start(text)
 
     def _land(self, plan: StepPlan) -> None:
         """Takes the oldest step in flight off."""

@@ -105,7 +105,7 @@ class History:
         assert not self.tree._roots
         assert not self.tree._scopes
         assert not self.tree._wiped.roots
-        assert not self.tree._accounts._by_name
+        assert not self.tree._accounts.by_name
         return self
 
     # Acts
@@ -378,7 +378,7 @@ class History:
             assert run.lease.blocks == run.root.find(run.ids), "a lease's blocks changed"
         for account in self.shares:
             assert cached_of(self.tree, account) == self.cached(account)
-            found = self.tree._accounts._by_name.get(account)
+            found = self.tree._accounts.by_name.get(account)
             assert found is None or (found.floor, found.cap) == self.granted[account]
             assert (found is None) == (not self.account_of(account)), "an account outlives its last root"
         spaces = {root.space for root in self.roots if not root.wiped}
@@ -387,5 +387,5 @@ class History:
 
 def cached_of(tree: PrefixTree, account: bytes) -> int:
     """Cached blocks of one account, wiped ones not counted."""
-    share = tree._accounts._by_name.get(account)
+    share = tree._accounts.by_name.get(account)
     return share.cached if share else 0

@@ -262,7 +262,7 @@ def test_floors_are_granted_as_far_as_the_pool_goes_and_are_free_again_afterward
     tree: Tree, account: BlockPool
 ) -> None:
     def floor(name: bytes) -> int:
-        found = tree._accounts._by_name.get(name * 16)
+        found = tree._accounts.by_name.get(name * 16)
         return found.floor if found else 0
 
     leases = []
@@ -376,7 +376,7 @@ def test_a_scope_without_blocks_and_leases_is_forgotten(tree: Tree, account: Blo
     tree.evict(4)
     assert tree._scopes == {}
     assert tree._roots == {}
-    assert not tree._accounts._by_name
+    assert not tree._accounts.by_name
 
 
 def test_counters_are_exact(tree: Tree, account: BlockPool) -> None:
