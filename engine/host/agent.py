@@ -115,17 +115,14 @@ class HostAgent:
         with self._signal_wakeup():
             try:
                 while not self._stopped():
-                    for key, _ in self._selector.select(self._wait_s):
+                    starting = any(supervisor.starting for supervisor in self._supervisors)
+                    for key, _ in self._selector.select(_STARTING_S if starting else self._timeouts.look_s):
                         key.data()
                     self._turn(self._clock())
                     time.sleep(_TURN_S)
                 return 0
             finally:
                 self._close()
-
-    @property
-    def _wait_s(self) -> float:
-        return _STARTING_S if any(one.starting for one in self._supervisors) else self._timeouts.look_s
 
     def _turn(self, now: float) -> None:
         if now - self._turned_at > 5 * self._timeouts.look_s + 1.0:

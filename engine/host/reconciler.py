@@ -111,14 +111,13 @@ class PlacementReconciler:
     def _memory_held(self) -> int:
         return sum(replica.usage.memory_bytes for replica in self.replicas.values())
 
-    def _claimed_bytes(self, device: int) -> int:
-        return sum(replica.claimed_bytes for replica in self.replicas.values() if replica.device == device)
-
-    def _reserved_bytes(self, device: int) -> int:
-        """Enough for the replica that needs most there, with all others asleep: with less some could never wake."""
+    def _remaining_budget(self, device: int, free_bytes: int) -> int:
+        """What replicas claim of a device and so much more, but never less than the replica that needs most there takes
+        with all others asleep: with less some could never wake."""
         here = [replica for replica in self.replicas.values() if replica.device == device]
         awake_bytes = max(replica.min_bytes - replica.asleep_bytes for replica in here)
-        return awake_bytes + sum(replica.asleep_bytes for replica in here)
+        reserved_bytes = awake_bytes + sum(replica.asleep_bytes for replica in here)
+        return max(sum(replica.claimed_bytes for replica in here) + free_bytes, reserved_bytes)
 
     # How a transition begins
 
@@ -187,7 +186,7 @@ class PlacementReconciler:
         elif kind in ("wake", "grow"):
             lacking_bytes = needed_bytes - replica.claimed_bytes if kind == "wake" else 0
             free_bytes = lacking_bytes * (_RETRY_PARTS - 1) // _RETRY_PARTS
-            budget_bytes = max(self._claimed_bytes(replica.device) + free_bytes, self._reserved_bytes(replica.device))
+            budget_bytes = self._remaining_budget(replica.device, free_bytes)
             self._devices[replica.device].budget.withhold(budget_bytes, now + _WITHHELD_S)
         if kind == "wake" and replica.backoff.failures >= _FAILURES_MAX:
             replica.supervisor.kill(f"it could not be woken: {status.problem}")

@@ -63,14 +63,11 @@ def _weight(tensors: dict[str, Tensor], name: str) -> Tensor | Bf12Weight:
 def _head(config: ModelConfig, embedding: Tensor | Bf12Weight, tensors: dict[str, Tensor]) -> LMHead:
     if config.vectors:
         return NoHead()
-    return _tied(embedding) if config.tied_head else _linear(tensors, "head")
-
-
-def _tied(embedding: Tensor | Bf12Weight) -> Linear:
-    """The head that shares the embedding: itself on a GPU, counted already, and a packed copy on a CPU."""
+    if not config.tied_head:
+        return _linear(tensors, "head")
     head = _linear_of(embedding, None)
     if isinstance(embedding, Bf12Weight) or embedding.is_cuda:
-        head.bytes = 0
+        head.bytes = 0  # the embedding itself, counted already; on a CPU it is a packed copy
     return head
 
 

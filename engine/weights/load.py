@@ -5,7 +5,7 @@ It follows the name table and knows no architecture beyond it. streaming.py brin
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.models.weight_names import ParameterEntry
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.formats import WeightFormats, allocate, bf12_formats_bytes, formats_bytes
-from engine.weights.pieces import StoredMatrix, plain_pieces, read_matrices
+from engine.weights.pieces import plain_pieces, read_matrices
 from engine.weights.progress import ProgressBar
 from engine.weights.random import random_revision
 from engine.weights.streaming import FilePiece, stream_pieces
@@ -90,7 +90,9 @@ def load_tensors(
         if count := int((~matrix.escapes.values_E.isfinite()).sum()):
             path = matrix.stored.path
             raise CheckpointError(f"{path}: {name} has {count} values that are not finite: the file is damaged")
-    pieces = [piece for load in loads for piece in _pieces(load, matrices)]
+    pieces: list[FilePiece] = []
+    for load in loads:
+        pieces += matrices[load.name].pieces(load.rows) if load.name in matrices else plain_pieces(*load)
     with ProgressBar("loading", sum(piece.bytes for piece in pieces)) as progress:
 
         def on_bytes(count: int) -> None:
@@ -120,11 +122,6 @@ def _loads(
             loads.append(TensorLoad(source.name, checkpoint.tensors[source.name], rows))
             first += source.shape[0]
     return loads
-
-
-def _pieces(load: TensorLoad, matrices: dict[str, StoredMatrix]) -> Iterator[FilePiece]:
-    matrix = matrices.get(load.name)
-    return plain_pieces(load.name, load.stored, load.rows) if matrix is None else matrix.pieces(load.rows)
 
 
 def _log_load(loads: list[TensorLoad], formats: WeightFormats, device: torch.device, seconds: float) -> None:
