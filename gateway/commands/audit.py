@@ -57,9 +57,12 @@ async def list_entries(
     ]
     documents = [{**structs.asdict(entry), "detail": _detail(entry.detail)} for entry in entries]
     rows = [
-        (one.account_id or _NO_ACCOUNT, one.seq, time_text(one.at), one.actor, one.action, one.target, one.detail)
-        for one in entries
-    ]
+        (
+            entry.account_id or _NO_ACCOUNT, entry.seq, time_text(entry.at), entry.actor, entry.action, entry.target,
+            entry.detail,
+        )
+        for entry in entries
+    ]  # fmt: skip
     heads = ("ACCOUNT", "ENTRY", "AT", "ACTOR", "ACTION", "TARGET", "DETAIL")
     print_either(json, documents, lambda: print_table(heads, rows))
 
@@ -84,8 +87,11 @@ async def verify(
         verdicts = {
             chain: await access.audit.verify(chain, head, lambda entry: bar.update() and None) for chain in chains
         }
-    rows = [(chain or _NO_ACCOUNT, one.entries, _text(one), one.head or "-") for chain, one in verdicts.items()]
-    documents = [_document(chain, one) for chain, one in verdicts.items()]
+    documents = [_document(chain, verdict) for chain, verdict in verdicts.items()]
+    rows = [
+        (chain or _NO_ACCOUNT, verdict.entries, _text(verdict), verdict.head or "-")
+        for chain, verdict in verdicts.items()
+    ]
     print_either(json, documents, lambda: print_table(("ACCOUNT", "ENTRIES", "VERDICT", "HEAD"), rows))
     return int(any(verdict.problem is not None for verdict in verdicts.values()))
 

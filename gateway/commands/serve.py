@@ -21,10 +21,11 @@ from cyclopts import Parameter
 
 from engine.process.supervised import Backoff, start_child
 from engine.protocol import frames
+from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.first_account import first_call, first_credentials
 from gateway.commands.access.gateway_client import base_url, endpoint_answers, free_port
-from gateway.commands.access.residencies import MachineWatcher, at_rest, on_device
+from gateway.commands.access.residencies import MachineWatcher, at_rest
 from gateway.commands.machine import machine_command, machine_environment
 from gateway.commands.terminal.options import Device, Source, command_app
 from gateway.commands.terminal.output import fail
@@ -207,7 +208,7 @@ class ServeSupervisor:
         self._answered = self._answered or self._answers("/healthz")
         state = self._watcher.look()
         for replica in state.replicas if state is not None else []:
-            if on_device(replica):
+            if replica.residency is Residency.DEVICE:
                 self._problems.pop(replica.address, None)
                 self._announce(replica.model, f"is ready after {elapsed_s:.1f} s")
             elif self._on_standby(replica, elapsed_s):

@@ -86,21 +86,21 @@ async def usage(
     total: Counter[str] = Counter()
     for account_id in progress(await _ids(access, accounts), "accounts"):
         for row in await access.store.quotas.usage(account_id, days[0], days[-1]):
-            counts = {name: getattr(row, name) for name in (*_COUNTS, "micro_neurons")}
-            total.update(counts)
+            amounts = {name: getattr(row, name) for name in (*_COUNTS, "micro_neurons")}
+            total.update(amounts)
             for key in _KEYS[by](row):
-                sums[account_id, key].update(counts)
+                sums[account_id, key].update(amounts)
     if json:
-        rows = [{"account_id": account_id, by: key, **_columns(one)} for (account_id, key), one in sums.items()]
+        rows = [{"account_id": account_id, by: key, **_columns(counts)} for (account_id, key), counts in sums.items()]
         print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": _columns(total)})
     elif csv:
         writer = csv_writer.writer(sys.stdout, lineterminator="\n")
         writer.writerow(("account_id", by, *_columns(total)))
-        writer.writerows((*key, *_columns(one).values()) for key, one in sums.items())
+        writer.writerows((*key, *_columns(counts).values()) for key, counts in sums.items())
     else:
         lines = {**sums, ("total", ""): total}
         heads = ("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS")
-        print_table(heads, [(*key, *map(format_amount, _columns(one).values())) for key, one in lines.items()])
+        print_table(heads, [(*key, *map(format_amount, _columns(counts).values())) for key, counts in lines.items()])
 
 
 def _columns(sums: Counter[str]) -> dict[str, float]:

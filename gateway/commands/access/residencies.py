@@ -82,10 +82,6 @@ def replicas_of(model: str, machines: Iterable[frames.MachineState]) -> Iterator
         yield from (replica for replica in machine.replicas if replica.model == model)
 
 
-def on_device(replica: frames.ReplicaState) -> bool:
-    return replica.residency is Residency.DEVICE
-
-
 def at_rest(replica: frames.ReplicaState) -> bool:
     """Whether a replica sleeps and would wake for a call; not while it moves, nor if it cannot be started."""
     asleep = replica.residency is not Residency.DEVICE and replica.toward is replica.residency

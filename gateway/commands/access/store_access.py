@@ -61,7 +61,7 @@ Access = Annotated[StoreAccess, SOURCE]
 
 @contextlib.asynccontextmanager
 async def opened_store(url: str) -> AsyncIterator[Store]:
-    """The store there, closed at the end."""
+    """The store of this URL, closed at the end. Raises what opening it does."""
     store = open_store(url)
     try:
         yield store

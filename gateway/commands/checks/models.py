@@ -63,10 +63,8 @@ def memory(config: Config, budgets: list[DeviceBudget]) -> Iterator[Finding]:
     budget, needed = sum(device.budget_bytes for device in budgets), sum(model.device_bytes for model in models)
     where = f"{len(budgets)} GPU{'s' * (len(budgets) > 1)}" if on_gpus else "memory"
     text = f"{format_bytes(budget)} of {where} for models, which take at least about {format_bytes(needed)}"
-    left, largest = (
-        fit_on_devices(budgets, pinned),
-        max(others, key=lambda model: model.sizes.memory_bytes, default=None),
-    )
+    left = fit_on_devices(budgets, pinned)
+    largest = max(others, key=lambda model: model.sizes.memory_bytes, default=None)
     if left is None:
         advice = "pin fewer, set smaller contexts, or use more GPUs: what is pinned makes room for nothing"
         yield wrong("memory", f"{text}; those that are pinned do not fit together", advice)

@@ -1,9 +1,9 @@
 """Models as documents of JSON, from the catalogue, machines and running replicas. It prints nothing."""
 
-import os
 from typing import Any, Final
 
 import msgspec
+import psutil
 
 from engine.hostinfo import gpus
 from engine.protocol.frames import MachineState
@@ -27,19 +27,9 @@ def memory_reports(config: Config, name: str) -> list[MemoryReport]:
             memory = msgspec.json.decode(path.read_bytes(), type=MemoryReport)
         except (OSError, msgspec.MsgspecError):  # it ends just now
             continue
-        if memory.model == name and _is_alive(memory.pid):
+        if memory.model == name and psutil.pid_exists(memory.pid):
             reports.append(memory)
     return reports
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def replicas_json(name: str, machines: list[MachineState]) -> list[dict[str, Any]]:

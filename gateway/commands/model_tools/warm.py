@@ -39,10 +39,6 @@ and only the number type that a model is fastest with is kept. A GPU needs room 
 app = command_app("warm", "prepare what a model's first start would have to compile and measure", _TEACHING)
 
 
-class WarmError(Exception):
-    """A model that could not be opened: what the engine says of it."""
-
-
 @app.default
 def warm(
     *names: Annotated[str, Parameter(help="models of the catalogue, like @cf/hearth/ember")],
@@ -80,36 +76,31 @@ def _chosen(config: Config, names: Sequence[str], every: bool) -> list[ModelSpec
 
 
 def _warmed(config: Config, spec: ModelSpec, check: bool, report: Callable[[str], object]) -> dict[str, Any]:
-    """What was prepared, or with `check` found, and the problem where there is one."""
+    """What was prepared, or with `check` found, and the problem where there is one. The engine runs in a process of its
+    own, as replicas do: only they load torch."""
     document: dict[str, Any] = {"name": spec.name, "problem": ""}
-    try:
-        warmed = _run_warmup(config, spec, check, report)
-    except WarmError as error:
-        return {**document, "problem": str(error)}
-    if check and warmed.needed and not warmed.found:
-        document["problem"] = "nothing that fits this device and this version: `hearth models warm` prepares it"
-    elif not check and warmed.needed and not warmed.files:
-        document["problem"] = "neither its folder nor the state folder can be written, so each start begins anew"
-    return {**document, **msgspec.to_builtins(warmed), "seconds": round(warmed.seconds, 1)}
-
-
-def _run_warmup(config: Config, spec: ModelSpec, check: bool, report: Callable[[str], object]) -> WarmupReport:
-    """Runs the engine in a process of its own, as replicas do: only they load torch. Raises WarmError."""
-    device = config.machine.device
-    command = [sys.executable, "-P", "-m", "engine.execution.warmup", msgspec.json.encode(spec).decode(), device]
-    environment = {KERNEL_CACHE_VARIABLE: str(config.kernels_folder), **os.environ}
+    specification, action = msgspec.json.encode(spec).decode(), ["look"] if check else []
     process = subprocess.Popen(
-        [*command, "look"] if check else command, env=environment, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-P", "-m", "engine.execution.warmup", specification, config.machine.device, *action],
+        env={KERNEL_CACHE_VARIABLE: str(config.kernels_folder), **os.environ},
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
     with process:
         assert process.stdout is not None
         assert process.stderr is not None
         last = _follow(process.stderr, report)
         output = process.stdout.read()
     if process.returncode:
-        raise WarmError(last or f"the engine ended with status {process.returncode} and said nothing")
-    return msgspec.json.decode(output, type=WarmupReport)
+        problem = last or f"the engine ended with status {process.returncode} and said nothing"
+        return {**document, "problem": problem}
+    warmed = msgspec.json.decode(output, type=WarmupReport)
+    if check and warmed.needed and not warmed.found:
+        document["problem"] = "nothing that fits this device and this version: `hearth models warm` prepares it"
+    elif not check and warmed.needed and not warmed.files:
+        document["problem"] = "neither its folder nor the state folder can be written, so each start begins anew"
+    return {**document, **msgspec.to_builtins(warmed), "seconds": round(warmed.seconds, 1)}
 
 
 def _follow(lines: IO[str], report: Callable[[str], object]) -> str:
