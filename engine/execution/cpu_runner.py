@@ -84,8 +84,7 @@ class CpuMemory:
         return kept_LBW.nbytes
 
     def wake(self, extents: Items[int], restore: Items[int]) -> int:
-        """Reads the parameters again. Returns their bytes and those restored. Raises CheckpointError where the folder
-        is not what it was, OutOfDeviceMemory where memory is short."""
+        """As in Sleeper: reads the parameters again. Returns their bytes and those restored."""
         assert self.decoder is None, "awake already"
         free = available_memory_bytes()
         if self.weights_bytes > free:

@@ -77,8 +77,7 @@ class CudaGraphs:
             self._graphs[self._captured[index]].replay()
 
     def close(self) -> None:
-        """Drops all graphs, with what they hold of the workspace. None of them runs, and no more are captured. It
-        may be called again."""
+        """Drops all graphs, none of which runs, with their memory; no more are captured. It may be called again."""
         self._missing.clear()
         self._captured.clear()
         while self._graphs:

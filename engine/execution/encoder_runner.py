@@ -66,8 +66,7 @@ class EncoderMemory:
         trim_memory(self.stream.device)
 
     def wake(self, extents: Items[int], restore: Items[int]) -> int:
-        """Reads the weights again. Returns their bytes. Raises OutOfDeviceMemory, or CheckpointError where the folder
-        is not what it was."""
+        """As in Sleeper: reads the weights again. Returns their bytes."""
         assert self.encoder is None, "awake already"
         try:
             with self.stream.entered():

@@ -100,13 +100,11 @@ class GpuMemory:
         return self.pool.mapped
 
     def prepare(self) -> int:
-        """Copies a little of the weights to the host, beside the steps. Returns the bytes copied, 0 where that is done.
-        Raises OutOfHostMemory."""
+        """As in Sleeper: copies a little of the weights to the host."""
         return self._weights.prepare(self._copies)
 
     def sleep(self, keep: Items[int]) -> int:
-        """Gives everything back, with a copy of the blocks `keep` on the host. Returns the bytes copied. Raises
-        OutOfHostMemory, and then it is awake as before."""
+        """As in Sleeper: gives everything back, in the order that the module describes."""
         assert self.awake, "asleep already"
         self.stream.wait()
         self._copies.wait()
@@ -129,8 +127,7 @@ class GpuMemory:
         return copied
 
     def wake(self, extents: Items[int], restore: Items[int]) -> int:
-        """Maps everything with these extents, and queues what comes back from the host, the kept blocks into `restore`.
-        Returns how many bytes that are. Raises OutOfDeviceMemory, and then it sleeps as before."""
+        """As in Sleeper: maps everything with these extents, and queues what comes back from the host."""
         assert not self.awake, "awake already"
         needed = sorted({block // self.pool.extent_blocks for block in restore})
         with ExitStack() as undoing:

@@ -127,8 +127,7 @@ class GpuRunner:
                 graphs.capture_for(1)
 
     def warm_up(self) -> bool:
-        """Captures a graph, which takes some 10 ms, or copies a little of the weights to the host, for a later sleep.
-        Returns False when nothing is left."""
+        """Captures a graph, or copies a little of the weights to the host, for a later sleep."""
         if not self._memory.awake:
             return False
         return self._capture_one(hot=True) or self._prepare_sleep() or self._capture_one(hot=False)
@@ -192,8 +191,7 @@ class GpuRunner:
             graphs.close()
 
     def _prepare_now_and_then(self, bodies: CudaGraphs, rows: int) -> None:
-        """Captures a size that is wanted while a step is in flight, or copies a little to the host: under steady load
-        there are no idle moments."""
+        """Captures a size or copies a little to the host beside a step: under steady load there are no idle moments."""
         now = time.monotonic()
         if now - self._prepared_at > _PREPARE_EVERY_S and (bodies.capture_for(rows) or self._prepare_sleep()):
             self._prepared_at = now

@@ -90,8 +90,7 @@ class LogprobTensors:
         host.best_RK[:rows, :count].copy_(self.best_RK, non_blocking=True)
 
     def read(self, row: int, count: int) -> tuple[float, list[int], list[float]]:
-        """Reads one row from host memory, as RunnerOutput has it. Between equally likely tokens the lower id comes
-        first."""
+        """Reads one row from host memory, as RunnerOutput has it. Among equally likely tokens the lower id is first."""
         ids_K, best_K = self.ids_RK[row].numpy(), self.best_RK[row].numpy()
         order = np.lexsort((ids_K, -best_K))[:count]
         return float(self.chosen_R[row]), ids_K[order].tolist(), best_K[order].tolist()

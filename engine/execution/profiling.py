@@ -28,6 +28,7 @@ _SEGMENT_KEYS: Final = 8192
 _SEGMENTS: Final = 8  # of a block each, which tell what one costs beside its keys
 _US_MIN: Final = 1e-6
 _OWN_BLOCKS: Final = 2  # of a member, behind its segment
+_GREEDY: Final = SamplingParams()
 
 StepTimer = Callable[[Int32s, int], float]
 """The median ms of a packed step over so many launches one behind the other, after one that does not count. Its tables
@@ -45,8 +46,7 @@ class ProfilingLimits:
 
     @property
     def members(self) -> int:
-        """The size of the largest group that is worth a measurement, or that fits; 0 where no context holds a segment
-        and what is behind it."""
+        """The size of the largest group that is worth measuring, or fits; 0 where contexts hold no segment and more."""
         if self.context_tokens < (1 + _OWN_BLOCKS) * self.block_tokens:
             return 0
         return min(_MEMBERS, self.sequences, self.blocks // 8)
@@ -60,8 +60,7 @@ class ProfilingLimits:
         return min(self.blocks, max(decodes, groups, _PROMPT_KEYS // size, 2 * self.sequences))
 
     def keys(self, max_keys: int, sequences: int) -> int:
-        """Up to max_keys keys, as fit for each of so many sequences; in whole blocks, but for a context that is shorter
-        than one."""
+        """Up to max_keys keys, as fit for each of so many sequences: whole blocks, or a context that is shorter."""
         size = self.block_tokens
         whole = max(1, min(max_keys, self.context_tokens, self.blocks // sequences * size) // size) * size
         return min(whole, self.context_tokens)
@@ -106,9 +105,7 @@ class _Profiler:
         rows = max(1, min(_PROMPT_ROWS, max_rows, context // 2))
         start = context - rows
         near, table = start // 4, self._table(0, context)
-        far_us, near_us = (
-            self._us([SequenceSlice([0] * rows, first, table, SamplingParams())]) for first in (start, near)
-        )
+        far_us, near_us = (self._us([SequenceSlice([0] * rows, first, table, _GREEDY)]) for first in (start, near))
         return _slope(far_us, near_us, rows * (start - near))
 
     def segment_key_us(self) -> tuple[float, float]:
@@ -125,8 +122,7 @@ class _Profiler:
         return max(_US_MIN, few_us - few * pair_us), pair_us
 
     def segment_us(self, key_us: float, shared_key_us: float, pair_us: float) -> tuple[float, float]:
-        """Measures what one more segment costs beside its keys, and the first: a few keys in one, in many and in
-        none."""
+        """Measures what one more segment costs beside its keys, and the first: the same keys in one, many and none."""
         members, size = self._limits.members // 4, self._limits.block_tokens
         keys = self._segment_keys(members, _SEGMENTS * size)
         alone_us, one_us = self._us(self._members(members, keys)), self._segment_us(members, keys)
@@ -149,12 +145,12 @@ class _Profiler:
         max_length = -(-rows // count)
         lengths = [rows // count + (index < rows % count) for index in range(count)]
         return [
-            SequenceSlice([0] * length, 0, self._table(index, max_length), SamplingParams())
+            SequenceSlice([0] * length, 0, self._table(index, max_length), _GREEDY)
             for index, length in enumerate(lengths)
         ]
 
     def _decodes(self, count: int, keys: int) -> list[SequenceSlice]:
-        return [SequenceSlice([0], keys - 1, self._table(index, keys), SamplingParams()) for index in range(count)]
+        return [SequenceSlice([0], keys - 1, self._table(index, keys), _GREEDY) for index in range(count)]
 
     def _segment_keys(self, members: int, max_keys: int) -> int:
         """Up to max_keys keys, as fit beside what the members have alone; in whole blocks."""
@@ -167,9 +163,7 @@ class _Profiler:
         size = self._limits.block_tokens
         shared, context = self._table(0, keys), keys + _OWN_BLOCKS * size
         owns = (keys // size + np.arange(count * _OWN_BLOCKS).reshape(count, -1)) % self._limits.blocks
-        return [
-            SequenceSlice([0], context - 1, np.append(shared, own).astype(np.int32), SamplingParams()) for own in owns
-        ]
+        return [SequenceSlice([0], context - 1, np.append(shared, own).astype(np.int32), _GREEDY) for own in owns]
 
     def _table(self, index: int, keys: int) -> Int32s:
         """The index-th of tables of so many keys, each with blocks of its own as far as they go round."""

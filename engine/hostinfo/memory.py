@@ -18,8 +18,7 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 class DeviceBudget(NamedTuple):
-    """A device: what replicas may hold of its memory, what they could hold without [machine] device_bytes, and what
-    nobody uses now."""
+    """What replicas may hold of a device, could hold without [machine] device_bytes, and what nobody uses now."""
 
     device: str
     budget_bytes: int

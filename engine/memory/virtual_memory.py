@@ -142,8 +142,7 @@ class Region:
         return min(self.piece_bytes, self.size - piece * self.piece_bytes)
 
     def map(self, pieces: Iterable[int]) -> None:
-        """Gives memory to pieces that have none. What is in it is anything. Raises OutOfDeviceMemory, and then it is as
-        it was."""
+        """Gives pieces memory, with anything in it. Raises OutOfDeviceMemory, and then it is as it was."""
         pieces = list(pieces)
         self._arena.require(self.name, sum(self.bytes_of(piece) for piece in pieces))
         with ExitStack() as undoing:

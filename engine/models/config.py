@@ -125,8 +125,7 @@ def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
 
 
 def parse_decoder_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
-    """Raises ModelConfigError for an architecture, an activation, a rope kind or a size that this engine does not
-    run."""
+    """Raises ModelConfigError for what this engine does not run, and names the entry."""
     architecture = _architecture(config, DECODER_ARCHITECTURES)
     if config.get("hidden_act", "silu") != "silu":
         raise ModelConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
@@ -165,8 +164,7 @@ def parse_decoder_config(config: Mapping[str, Any], stop: int | list[int] | None
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether the folder's config.json names one of ENCODER_ARCHITECTURES. Raises ModelConfigError where there is
-    none."""
+    """Whether config.json names one of ENCODER_ARCHITECTURES. Raises ModelConfigError where there is no such file."""
     named = read_json(folder / "config.json").get("architectures") or []
     return bool(named) and named[0] in ENCODER_ARCHITECTURES
 

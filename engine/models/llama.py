@@ -97,8 +97,7 @@ class ForwardStep(Protocol):
         ...
 
     def attend(self, q_THD: Tensor, layer: int) -> Tensor:
-        """Each row's attention over its context, [T, heads · D]; that of the last layer stays until the rows are
-        narrowed."""
+        """Each row's attention over its context, [T, heads · D]; the last layer's stays until the rows are narrowed."""
         ...
 
     def narrow(self) -> Tensor:
@@ -113,8 +112,7 @@ class LlamaDecoder:
         self.parameters = parameters
 
     def body(self, step: ForwardStep, beat: Callable[[], None]) -> None:
-        """Computes all that writes K and V: every layer, the last one as far as its attention. Calls `beat` after
-        each."""
+        """Computes every layer, of the last one what writes K and V, and its attention. Calls `beat` after each."""
         step.embed(self.parameters.embedding)
         added, last = None, len(self.parameters.layers) - 1
         for index, layer in enumerate(self.parameters.layers):

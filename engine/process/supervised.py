@@ -65,8 +65,7 @@ def start_child(
 
 
 def die_with_parent(parent: int, death: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """A function to call in a child, also between fork and exec: on Linux the kernel sends it `death` when its parent
-    ends, even in the middle of a step."""
+    """A function to call in a child, also between fork and exec: Linux sends it `death` whenever its parent ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
 
     def die() -> None:
