@@ -46,14 +46,15 @@ class Workspace:
         return [region.size for region in self._segments]
 
     def grow(self, segments: Items[int]) -> None:
-        """Gets the large ones of these segments ahead, for the stream that is entered.
+        """Gets the large ones of these segments ahead, for the stream that is entered, which raises OutOfDeviceMemory.
 
         A tensor as large as a segment lies in one of its own, and leaves it to steps.
         """
         if self._segments.pool is None:
             return
-        with self.entered():  # all of them at once: what is freed is given to the next
-            _ = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segments if size >= _LARGE]
+        with self.entered():
+            tensors = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segments if size >= _LARGE]
+            del tensors  # after the last: what is freed is given to the next
 
     @property
     def graph_pool(self) -> Any:
