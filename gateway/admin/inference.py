@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.operation import ACCOUNT, NoFields
-from gateway.api.chat import ChatBody
+from gateway.api.chat import ChatBody, RunChatBody
 from gateway.api.completions import CompletionsBody
 from gateway.api.embeddings import EmbeddingsBody, RunEmbeddingsBody
 from gateway.api.messages_request import CountTokensBody, MessagesBody
@@ -17,7 +17,6 @@ from gateway.api.rerank import RerankBody, RunRerankBody
 from gateway.api.responses_request import InputTokensBody, ResponsesBody
 from gateway.api.routes import RunBody
 from gateway.api.run_batch import BatchInput, ResultsInput
-from gateway.api.run_chat import RunChatBody
 from gateway.api.run_native import RunNativeBody
 from gateway.inference.run_options import RunQuery
 from gateway.listing import answers

@@ -165,6 +165,6 @@ def refuse_field(field: str, value: object, advice: str) -> None:
 
 
 def refuse_unless(field: str, value: object, served: tuple[object, ...], advice: str) -> None:
-    """Raises ApiError for a value that is none of those that are served."""
+    """Raises ApiError for a value, if there is one, that is none of those that are served."""
     if value not in served:
         refuse_field(field, value, advice)

@@ -20,6 +20,7 @@ from gateway.api.body_fields import (
     ShortText,
     StreamOptions,
     TemplateOptions,
+    check_same_model,
     max_tokens_of,
     only,
     refuse_field,
@@ -29,8 +30,9 @@ from gateway.api.body_fields import (
     template_options,
 )
 from gateway.api.chunks import ChunkWriter, scored_token
+from gateway.api.completions import CompletionsReply
 from gateway.api.dialect import GenerationRequest
-from gateway.api.message_fields import Messages, chat_messages, refuse_lora
+from gateway.api.message_fields import Messages, chat_messages, refuse_lora, run_messages
 from gateway.api.tool_fields import ToolChoiceField, Tools, tool_prompt
 from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
@@ -86,7 +88,18 @@ class ChatBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: ShortText
 
 
+class RunChatBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A chat completion, where a prompt may stand in place of the messages; then the answer is a `text_completion`."""
+
+    messages: Messages | None = None
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    raw: bool | None = None
+    options: RunOptionsBody | None = None
+    model: ShortText | None = None
+
+
 _decoder: Final = msgspec.json.Decoder(ChatBody)
+_run_decoder: Final = msgspec.json.Decoder(RunChatBody)
 
 
 def chat_prompt(
@@ -125,15 +138,13 @@ def chat_prompt(
 
 
 def _refuse_unserved(body: ChatFields) -> None:
-    refuse_unless("store", body.store, (None, False), "nothing is stored; leave it out")
-    refuse_unless(
-        "service_tier", body.service_tier, (None, "auto", "default"), "leave it out, or send 'auto' or 'default'"
-    )
-    refuse_unless("modalities", body.modalities, (None, ["text"]), "send ['text']")
-    refuse_unless("verbosity", body.verbosity, (None, "medium"), "leave it out, or send 'medium'")
+    refuse_unless("store", body.store, (False,), "nothing is stored; leave it out")
+    refuse_unless("service_tier", body.service_tier, ("auto", "default"), "leave it out, or send 'auto' or 'default'")
+    refuse_unless("modalities", body.modalities, (["text"],), "send ['text']")
+    refuse_unless("verbosity", body.verbosity, ("medium",), "leave it out, or send 'medium'")
     for field in ("audio", "prediction", "web_search_options", "moderation", "prompt_cache_options"):
         refuse_field(field, getattr(body, field), "leave it out")
-    in_memory = (None, "in_memory", "in-memory")
+    in_memory = ("in_memory", "in-memory")
     refuse_unless("prompt_cache_retention", body.prompt_cache_retention, in_memory, "leave it out, or send 'in_memory'")
     refuse_field("function_call", body.function_call, "use 'tool_choice'")
     refuse_field("functions", body.functions, "use 'tools'")
@@ -216,3 +227,22 @@ def read_chat(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> 
     request = decode_body(body, _decoder)
     prompt = chat_prompt(request, drawn_seed, messages=chat_messages(request.messages))
     return GenerationRequest(request.model, prompt, partial(ChatReply, prompt))
+
+
+def read_run_chat(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:
+    """The dialect of `/ai/run` for models that take such bodies: the completion is the envelope's result."""
+    assert model is not None, "the path names the model"
+    request = decode_body(body, _run_decoder)
+    check_same_model(request.model, model)
+    prompt = chat_prompt(
+        request,
+        drawn_seed,
+        text=request.prompt,
+        messages=run_messages(request.prompt, request.messages, request.raw, request.tools),
+        raw=bool(request.raw),
+        options=request.options,
+    )
+    if prompt.messages is not None:
+        return GenerationRequest(model, prompt, partial(ChatReply, prompt, enveloped=True))
+    reply = partial(CompletionsReply, prompt, shown=prompt.n, scored=bool(request.logprobs), enveloped=True)
+    return GenerationRequest(model, prompt, reply)

@@ -22,6 +22,7 @@ from gateway.api.body_fields import (
     TopK,
     constraint_prompt,
     refuse_field,
+    refuse_unless,
     template_options,
 )
 from gateway.api.conversation import ConversationBuilder
@@ -194,8 +195,7 @@ _asking_decoder: Final = msgspec.json.Decoder(CountTokensBody)
 
 def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
     """The body as a Prompt. Raises ApiError."""
-    tier = None if body.service_tier in ("auto", "standard_only") else body.service_tier
-    refuse_field("service_tier", tier, "send 'auto' or 'standard_only'")
+    refuse_unless("service_tier", body.service_tier, ("auto", "standard_only"), "send 'auto' or 'standard_only'")
     refuse_field("inference_geo", body.inference_geo, "where it runs is a setting of the account; leave it out")
     refuse_field("container", body.container, "there are no containers; leave it out")
     refuse_field("diagnostics", body.diagnostics, "leave it out")
@@ -218,7 +218,7 @@ def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
 
 def messages_prompt(body: CountTokensBody) -> Prompt:
     """The model's input, and what it may answer, without its sampling. Raises ApiError."""
-    refuse_field("speed", None if body.speed == "standard" else body.speed, "there is one speed; leave it out")
+    refuse_unless("speed", body.speed, ("standard",), "there is one speed; leave it out")
     if body.thread is not None:
         raise no_threads()
     output, choice = body.output_config or OutputConfig(), body.tool_choice

@@ -32,7 +32,7 @@ class MessagesReply:
     """
 
     def __init__(self, model: str, request_id: str, paddings: Iterator[bytes], *, shows_thoughts: bool = True) -> None:
-        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
+        self._head: dict[str, Any] = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model}
         self._paddings = paddings
         self._shows_thoughts = shows_thoughts
         self._open: BlockKind | None = None
@@ -42,13 +42,7 @@ class MessagesReply:
 
     def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
         usage = {**_read(prompt_tokens, cached_tokens), "output_tokens": 0, **TIER}
-        message: dict[str, Any] = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage,
-        }
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:

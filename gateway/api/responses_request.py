@@ -286,15 +286,15 @@ def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
 
 def responses_prompt(body: ResponsesFields) -> Prompt:
     """The model's input, and what it may answer, without its sampling. Raises ApiError."""
-    refuse_unless("truncation", body.truncation, (None, "disabled"), "shorten 'input' yourself")
+    refuse_unless("truncation", body.truncation, ("disabled",), "shorten 'input' yourself")
     refuse_field("previous_response_id", body.previous_response_id, STORED)
     refuse_field("conversation", body.conversation, STORED)
     text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
-    refuse_unless("text.verbosity", text.verbosity, (None, "medium"), "ask for it in 'instructions'")
-    refuse_unless("reasoning.summary", reasoning.summary, (None, "auto"), WHOLE)
-    refuse_unless("reasoning.generate_summary", reasoning.generate_summary, (None, "auto"), WHOLE)
-    refuse_unless("reasoning.context", reasoning.context, (None, "auto"), "the chat template decides; leave it out")
-    refuse_unless("reasoning.mode", reasoning.mode, (None, "standard"), "leave it out")
+    refuse_unless("text.verbosity", text.verbosity, ("medium",), "ask for it in 'instructions'")
+    refuse_unless("reasoning.summary", reasoning.summary, ("auto",), WHOLE)
+    refuse_unless("reasoning.generate_summary", reasoning.generate_summary, ("auto",), WHOLE)
+    refuse_unless("reasoning.context", reasoning.context, ("auto",), "the chat template decides; leave it out")
+    refuse_unless("reasoning.mode", reasoning.mode, ("standard",), "leave it out")
     constraint = _constraint(text.format)
     messages = responses_turns(body)
     options = template_options(None, reasoning.effort)
@@ -309,15 +309,15 @@ def responses_prompt(body: ResponsesFields) -> Prompt:
 
 
 def _refuse_unserved(body: ResponsesBody) -> None:
-    refuse_unless("store", body.store, (None, False), "nothing is stored; send false, or leave it out")
-    refuse_unless("service_tier", body.service_tier, (None, "auto", "default"), "leave it out")
-    refuse_unless("prompt_cache_retention", body.prompt_cache_retention, (None, "in_memory"), "leave it out")
-    refuse_unless("prompt_cache_options", body.prompt_cache_options, (None, {"mode": "implicit"}), "leave it out")
-    refuse_unless("background", body.background, (None, False), "wait for the answer, or stream it")
+    refuse_unless("store", body.store, (False,), "nothing is stored; send false, or leave it out")
+    refuse_unless("service_tier", body.service_tier, ("auto", "default"), "leave it out")
+    refuse_unless("prompt_cache_retention", body.prompt_cache_retention, ("in_memory",), "leave it out")
+    refuse_unless("prompt_cache_options", body.prompt_cache_options, ({"mode": "implicit"},), "leave it out")
+    refuse_unless("background", body.background, (False,), "wait for the answer, or stream it")
     refuse_field("background_options", body.background_options, "wait for the answer, or stream it")
     refuse_field("prompt", body.prompt, "send its text in 'instructions' or 'input'")
     refuse_field("max_tool_calls", body.max_tool_calls, "there are no built-in tools; leave it out")
-    refuse_unless("context_management", body.context_management, (None, []), "shorten 'input' yourself")
+    refuse_unless("context_management", body.context_management, ([],), "shorten 'input' yourself")
     for field in ("moderation", "access_programs", "image"):
         refuse_field(field, getattr(body, field), "leave it out")
 

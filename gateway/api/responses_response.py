@@ -17,11 +17,11 @@ from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
 
 ItemKind = Literal["reasoning", "message", "function_call"]
-PREFIXES: Final[dict[ItemKind, str]] = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
-PIECES: Final[dict[ItemKind, str]] = {
-    "reasoning": "response.reasoning_text",
-    "message": "response.output_text",
-    "function_call": "response.function_call_arguments",
+# How the ids of an item begin, and the events of its pieces.
+NAMES: Final[dict[ItemKind, tuple[str, str]]] = {
+    "reasoning": ("rs", "response.reasoning_text"),
+    "message": ("msg", "response.output_text"),
+    "function_call": ("fc", "response.function_call_arguments"),
 }
 INCOMPLETE_REASONS: Final = {"length": "max_output_tokens", "quota": "quota"}
 _encode = msgspec.json.encode
@@ -54,7 +54,7 @@ class OutputItem:
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.scores}
 
-    def said(self, status: str) -> dict[str, Any]:
+    def fields(self, status: str) -> dict[str, Any]:
         """The item as the API shows it; one that is in progress is still empty."""
         head = {"type": self.kind, "id": self.id, "status": status}
         content = [] if status == "in_progress" else [self.part]
@@ -157,11 +157,12 @@ class ResponsesReply:
             return b""
         ended = self._end("completed")
         index = len(self._done)
-        item = self._item = OutputItem(kind, f"{PREFIXES[kind]}_{self._request_id}_{index}", index, call)
-        delta = f"{PIECES[kind]}.delta"
+        prefix, piece = NAMES[kind]
+        item = self._item = OutputItem(kind, f"{prefix}_{self._request_id}_{index}", index, call)
+        delta = f"{piece}.delta"
         place = _encode({"type": delta, **item.place})[:-1]
         self._delta = b"event: " + delta.encode() + b"\ndata: " + place + b',"delta":'
-        added = self._event("response.output_item.added", output_index=index, item=item.said("in_progress"))
+        added = self._event("response.output_item.added", output_index=index, item=item.fields("in_progress"))
         if call is not None:
             return ended + added
         return ended + added + self._event("response.content_part.added", **item.place, part=item.part)
@@ -179,16 +180,16 @@ class ResponsesReply:
         item, self._item = self._item, None
         if item is None:
             return b""
-        said = item.said(status)
-        self._done.append(said)
-        done, place = f"{PIECES[item.kind]}.done", item.place
+        fields = item.fields(status)
+        self._done.append(fields)
+        done, place = f"{NAMES[item.kind][1]}.done", item.place
         if item.call is not None:
             events = self._event(done, **place, name=item.call.name, arguments=item.text)
         else:
             scores = {"logprobs": item.scores} if item.kind == "message" else {}
             events = self._event(done, **place, text=item.text, **scores)
             events += self._event("response.content_part.done", **place, part=item.part)
-        return events + self._event("response.output_item.done", output_index=item.index, item=said)
+        return events + self._event("response.output_item.done", output_index=item.index, item=fields)
 
     def _event(self, type_: str, **fields: Any) -> bytes:
         body = _encode({"type": type_, **fields, "sequence_number": self._sequence})

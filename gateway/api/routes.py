@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway import errors
-from gateway.api.chat import read_chat
+from gateway.api.chat import read_chat, read_run_chat
 from gateway.api.completions import read_completions
 from gateway.api.dialect import AnyRequest, Dialect
 from gateway.api.embeddings import read_embeddings, read_run_embeddings
@@ -20,7 +20,6 @@ from gateway.api.messages_request import read_count_tokens, read_messages
 from gateway.api.rerank import read_rerank, read_run_rerank
 from gateway.api.responses_request import read_input_tokens, read_responses
 from gateway.api.run_batch import read_batch
-from gateway.api.run_chat import read_run_chat
 from gateway.api.run_native import read_run_native
 from gateway.catalogue.catalogue import Catalogue
 from gateway.http.error_format import ErrorFormat

@@ -4,6 +4,7 @@ It splits a batch and checks one request of it at a time, with the dialect of th
 """
 
 import re
+from dataclasses import replace
 from typing import Annotated, Final
 
 import msgspec
@@ -48,7 +49,9 @@ class ResultsInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _batches: Final = msgspec.json.Decoder(BatchInput)
 _results: Final = msgspec.json.Decoder(ResultsInput)
 _requests: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_references: Final = msgspec.json.Decoder(Annotated[str, Meta(max_length=REFERENCE_MAX)] | None)
+_references: Final[msgspec.json.Decoder[str | None]] = msgspec.json.Decoder(
+    Annotated[str, Meta(max_length=REFERENCE_MAX)] | None
+)
 
 
 def read_batch(body: bytes, query: bytes, model: str, dialect: Dialect) -> BatchRequest | BatchResultsRequest | None:
@@ -81,7 +84,7 @@ def check_item(batch: BatchRequest, index: int) -> tuple[bytes, str | None]:
     names the index."""
     try:
         fields = decode_body(bytes(batch.requests[index]), _requests)
-        reference = _reference(fields.pop("external_reference", None))
+        reference = _reference(fields.pop("external_reference", msgspec.Raw(b"null")))
         body = msgspec.json.encode(fields)
         _refuse_unqueued(batch.dialect(body, b"", batch.model, 0))
     except ApiError as refusal:
@@ -89,15 +92,12 @@ def check_item(batch: BatchRequest, index: int) -> tuple[bytes, str | None]:
     return body, reference
 
 
-def _reference(raw: msgspec.Raw | None) -> str | None:
-    if raw is None:
-        return None
+def _reference(raw: msgspec.Raw) -> str | None:
     try:
-        reference: str | None = _references.decode(raw)
+        return _references.decode(raw)
     except msgspec.ValidationError:
         problem = f"is a text of at most {REFERENCE_MAX} characters"
         raise bad_input(f"'external_reference' {problem}", "external_reference") from None
-    return reference
 
 
 def _refuse_unqueued(request: AnyRequest) -> None:
@@ -118,12 +118,4 @@ def _placed(refusal: ApiError, place: str) -> ApiError:
     else:
         head, separator, rest = message.partition("Error: ")
         message = f"{head}{separator}'{place}': {rest}" if separator else f"'{place}': {message}"
-    return ApiError(
-        refusal.status,
-        refusal.code,
-        message,
-        kind=refusal.kind,
-        param=place if param is None else f"{place}.{param}",
-        retry_after_s=refusal.retry_after_s,
-        allowed=refusal.allowed,
-    )
+    return replace(refusal, message=message, param=place if param is None else f"{place}.{param}")

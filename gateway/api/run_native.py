@@ -95,7 +95,7 @@ def native_prompt(body: RunNativeBody, drawn_seed: int) -> Prompt:
 
 def _refuse_unserved(body: RunNativeBody) -> None:
     elsewhere = "use /ai/v1/chat/completions"
-    refuse_unless("n", body.n, (None, 1), f"the native answer has one choice; send 1, or {elsewhere}")
+    refuse_unless("n", body.n, (1,), f"the native answer has one choice; send 1, or {elsewhere}")
     refuse_field("logprobs", body.logprobs or None, f"the native answer has no place for them; {elsewhere}")
     refuse_field("top_logprobs", body.top_logprobs or None, f"the native answer has no place for them; {elsewhere}")
     refuse_field("functions", body.functions, "no code is run here; describe the functions in 'tools'")
@@ -122,9 +122,8 @@ class NativeReply:
         return b'data: {"response":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
     def thought(self, choice: int, text: str) -> bytes:
-        return (
-            b'data: {"response":"","reasoning_content":' + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
-        )
+        head = b'data: {"response":"","reasoning_content":'
+        return head + _encode(text) + b',"p":"' + next(self._paddings) + b'"}\n\n'
 
     def call(self, choice: int, number: int, use: ToolUse) -> bytes:
         return b""
@@ -147,8 +146,10 @@ class NativeReply:
 
     def whole(self, completions: list[Completion], usage: Usage) -> bytes:
         (completion,) = completions
+        # It was checked to be one where it ended; in place of a text there may be calls.
+        document = self._document and not completion.tool_uses
         result = {
-            "response": msgspec.Raw(completion.text.encode()) if self._is_document(completion) else completion.text,
+            "response": msgspec.Raw(completion.text.encode()) if document else completion.text,
             "tool_calls": _calls(completion.tool_uses),
             "usage": usage.fields(),
             **_cut(usage),
@@ -156,10 +157,6 @@ class NativeReply:
         if completion.thought:
             result["reasoning_content"] = completion.thought
         return _encode(enveloped(result))
-
-    def _is_document(self, completion: Completion) -> bool:
-        """It was checked to be one where it ended; in place of a text there may be calls."""
-        return self._document and not completion.tool_uses
 
 
 def _cut(usage: Usage) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway import errors
-from gateway.api import embeddings, rerank, run_chat, run_native
+from gateway.api import chat, embeddings, rerank, run_native
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
@@ -42,7 +42,7 @@ _PROMPTED: Final = (
 )
 _BODIES: Final[dict[str, tuple[Any, tuple[BodyForm, ...]]]] = {
     "native": (run_native.RunNativeBody, _PROMPTED),
-    "chat": (run_chat.RunChatBody, _PROMPTED),
+    "chat": (chat.RunChatBody, _PROMPTED),
     "embeddings": (
         embeddings.RunEmbeddingsBody,
         (

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 JSON = Any
@@ -22,16 +23,13 @@ _PRIVATE = range(0xF0000, 0xFFFFE)
 _ANY_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
-class AddedControlToken:
-    """One added token of tokenizer.json."""
+class AddedControlToken(msgspec.Struct, frozen=True):
+    """One added token, as tokenizer.json has it: its spelling, and whether it takes the white space beside it."""
 
-    __slots__ = ("id", "strips_left", "strips_right", "text")
-
-    def __init__(self, entry: dict[str, Any]) -> None:
-        self.id: int = entry["id"]
-        self.text: str = entry["content"]
-        self.strips_left: bool = entry.get("lstrip", False)
-        self.strips_right: bool = entry.get("rstrip", False)
+    id: int
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
 
 
 class ControlTokens:
@@ -43,8 +41,8 @@ class ControlTokens:
 
     def __init__(self, entries: list[dict[str, Any]], sources: str) -> None:
         """`entries` are tokenizer.json's; `sources` the text of all templates."""
-        tokens = [AddedControlToken(entry) for entry in entries if entry["content"].strip()]
-        self.by_text = {token.text: token for token in tokens}
+        tokens = [token for token in msgspec.convert(entries, list[AddedControlToken]) if token.content.strip()]
+        self.by_text = {token.content: token for token in tokens}
         self.ids = frozenset(token.id for token in tokens)
         written = [text for text in self.by_text if not _is_word(text) or text in sources]
         longest_first = sorted(written, key=len, reverse=True)
@@ -62,35 +60,30 @@ class EscapeTable:
     def __init__(self, control: ControlTokens, keys: frozenset[str]) -> None:
         texts = list(control.by_text)
         edges = {text[0] for text in texts} | {text[-1] for text in texts}
-        self._edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
+        self.edges = sorted(edge for edge in edges if not edge.isalnum() and not edge.isspace())
         # Tokens that begin and end with letters cannot be escaped by their edges: their inside is broken instead.
-        self._word_tokens = [text for text in texts if _is_word(text)]
+        self.word_tokens = [text for text in texts if _is_word(text)]
         # A template may write a word of the request between its own edges: `<{{ key }}>`, where the key is "|end|".
-        self._inner_text = "\n".join(text[1:-1].lower() for text in texts)
-        self._keys = keys
+        self.inner_text = "\n".join(text[1:-1].lower() for text in texts)
+        self.keys = keys
 
     def escape_for(self, request: JSON) -> "ControlTokenEscaper | None":
         """Stand-ins that occur nowhere in the request; None where there are none left."""
         taken = {ord(char) for text in _strings(request) if not text.isascii() for char in _ANY_PRIVATE.findall(text)}
         free = (chr(code) for code in _PRIVATE if code not in taken)
-        stand_ins = list(islice(free, 1 + len(self._edges)))
-        if len(stand_ins) <= len(self._edges):
+        stand_ins = list(islice(free, 1 + len(self.edges)))
+        if len(stand_ins) <= len(self.edges):
             return None
-        pairs = list(zip(self._edges, stand_ins[1:], strict=True))
-        return ControlTokenEscaper(pairs, stand_ins[0], self._word_tokens, self._inner_text, self._keys)
+        return ControlTokenEscaper(self, list(zip(self.edges, stand_ins[1:], strict=True)), stand_ins[0])
 
 
 class ControlTokenEscaper:
     """Replaces what could become part of a control token by stand-ins, and back."""
 
-    def __init__(
-        self, pairs: list[tuple[str, str]], split: str, words: list[str], insides: str, keys: frozenset[str]
-    ) -> None:
+    def __init__(self, table: EscapeTable, pairs: list[tuple[str, str]], split: str) -> None:
+        self._table = table
         self._pairs = pairs
         self._split = split
-        self._word_tokens = words
-        self._inner_text = insides
-        self._keys = keys
 
     def message(self, message: Mapping[str, JSON]) -> dict[str, JSON]:
         """One message; a role that we know stays as it is, for templates write it between control characters."""
@@ -104,7 +97,7 @@ class ControlTokenEscaper:
         if isinstance(value, str):
             return self._text(value, _KINDS)
         if isinstance(value, Mapping):
-            return {self._text(key, self._keys): self.value(inner) for key, inner in value.items()}
+            return {self._text(key, self._table.keys): self.value(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return [self.value(inner) for inner in value]
         return value
@@ -118,16 +111,13 @@ class ControlTokenEscaper:
         """What may stand inside of a control token is split, for a template to write it between its edges; but for
         what is known to be looked for."""
         word = text.strip() if len(text) < _INSIDE_CHARS_MAX else ""
-        if word and word not in known and word.lower() in self._inner_text:
+        if word and word not in known and word.lower() in self._table.inner_text:
             text = text.replace(word, self._split + word, 1)
-        return self._escape_edges(text)
-
-    def _escape_edges(self, text: str) -> str:
         for edge, stand_in in self._pairs:
             if edge in text:
                 text = text.replace(edge, stand_in)
-        for word in self._word_tokens:
-            text = text.replace(word, word[:-1] + self._split + word[-1])
+        for token in self._table.word_tokens:
+            text = text.replace(token, token[:-1] + self._split + token[-1])
         return text
 
 
@@ -168,7 +158,7 @@ class PlainTokenizer:
         first, *later = runs
         distinct = list(dict.fromkeys(run for run in later if run))  # roles and line breaks are there again and again
         if spread:
-            encoded = [one.ids for one in self._later.encode_batch_fast(distinct, add_special_tokens=False)]
+            encoded = [encoding.ids for encoding in self._later.encode_batch_fast(distinct, add_special_tokens=False)]
         else:
             encoded = [encode_ids(self._later, run) for run in distinct]
         ids: dict[str, list[int]] = {"": [], **dict(zip(distinct, encoded, strict=True))}

@@ -61,24 +61,22 @@ class ModelTokenizer:
         self.added_tokens = {entry["content"]: int(entry["id"]) for entry in document["added_tokens"]}
         self._control = ControlTokens(document["added_tokens"], self.template)
         self._edges = EscapeTable(
-            self._control, frozenset[str]().union(*(one.keys for one in self._templates.values()))
+            self._control, frozenset[str]().union(*(template.keys for template in self._templates.values()))
         )
         self._plain = PlainTokenizer(document, self._control)
         for token in self._control.by_text:
             if not self._control.ids.isdisjoint(self._plain.encode(token, True)):
                 raise ModelFolderError(f"tokenizer.json: plain text would become the control token {token!r}")
         self._special = {name: text for name in _SPECIAL if (text := _spelled(settings.get(name))) is not None}
-        lead = self._tokenizer.encode("a").ids
-        self._lead = lead[: lead.index(first)] if (first := self._plain.encode("a", True)[0]) in lead else []
         self.special_tokens = SpecialTokens.from_tokenizer(self._tokenizer)
         self.stop_ids = _stop_ids(folder, self._tokenizer, self._special.get("eos_token"))
-        table = token_byte_table(document, self._tokenizer, _vocabulary(folder))
+        vocabulary_size = (_json(folder / "config.json") or {}).get("vocab_size") or 0
+        table = token_byte_table(document, self._tokenizer, int(vocabulary_size))
         if table is None:
             raise ModelFolderError("tokenizer.json: its decoder is of a kind whose text cannot be shown token by token")
         self._table = table
-        self._tables: dict[
-            frozenset[str], TokenByteTable
-        ] = {}  # by what they show: as many as there are kinds of parsers
+        # By what they show: as many as there are kinds of parsers.
+        self._tables: dict[frozenset[str], TokenByteTable] = {}
         self.token_bytes_max = table.token_bytes_max
 
     @property
@@ -103,22 +101,20 @@ class ModelTokenizer:
         return frozenset(names.difference(_GIVEN, _SPECIAL))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A raw prompt, behind what the tokenizer puts before every text (usually one begin-of-text token)."""
-        try:
-            ids = encode_ids(self._tokenizer, text)
-            if not self._control.ids.isdisjoint(ids):
-                ids = self._plain.encode(text, True)
-        except (UnicodeEncodeError, TypeError) as error:
-            raise TokenizationError("the prompt holds a lone surrogate, which is no text") from error
-        return self._lead + ids
+        """A raw prompt, behind what the tokenizer puts before every text (usually one begin-of-text token). Raises
+        TokenizationError."""
+        return [
+            *self.special_tokens.lead,
+            *self.encode_text(text, "the prompt holds a lone surrogate, which is no text"),
+        ]
 
-    def encode_text(self, text: str) -> list[int]:
-        """A text without what `special_tokens` puts around it. Raises TokenizationError."""
+    def encode_text(self, text: str, problem: str = "a lone surrogate is no text") -> list[int]:
+        """A text without what `special_tokens` puts around it. Raises TokenizationError, of this problem."""
         try:
             ids = encode_ids(self._tokenizer, text)
             return ids if self._control.ids.isdisjoint(ids) else self._plain.encode(text, True)
         except (UnicodeEncodeError, TypeError) as error:
-            raise TokenizationError("a lone surrogate is no text") from error
+            raise TokenizationError(problem) from error
 
     def encode_chat(
         self,
@@ -135,7 +131,9 @@ class ModelTokenizer:
         Tool arguments that are a JSON text are given to the template as the object. `spread` lets other threads take a
         part in it, in whose caches words of the text stay then. Raises TokenizationError.
         """
-        template = self._template(tools)
+        if not self._templates:
+            raise TokenizationError("this model has no chat template: send `prompt` instead of `messages`")
+        template = (self._templates.get("tool_use") if tools else None) or self._templates["default"]
         plain = [_with_parsed_arguments(message) for message in messages]
         escape = self._edges.escape_for([plain, tools, options])
         if escape is None:
@@ -156,20 +154,15 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizationError("a message holds a lone surrogate, which is no text") from error
 
-    def _template(self, tools: object) -> ChatTemplate:
-        if not self._templates:
-            raise TokenizationError("this model has no chat template: send `prompt` instead of `messages`")
-        return (self._templates.get("tool_use") if tools else None) or self._templates["default"]
-
     def _encode_rendered(self, rendered: str, escape: ControlTokenEscaper, spread: bool) -> list[int]:
         """What the template wrote, cut at its control tokens: run, control token, run, …, run."""
         parts = self._control.pattern.split(rendered) if self._control.pattern else [rendered]
         runs = [escape.restore(part) for part in parts[::2]]
         tokens = [self._control.by_text[text] for text in parts[1::2]]
         for index, token in enumerate(tokens):
-            if token.strips_left:
+            if token.lstrip:
                 runs[index] = runs[index].rstrip()
-            if token.strips_right:
+            if token.rstrip:
                 runs[index + 1] = runs[index + 1].lstrip()
         first, *later = self._plain.encode_runs(runs, spread)
         ids = list(first)
@@ -178,7 +171,7 @@ class ModelTokenizer:
             ids += run_ids
         return ids
 
-    def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> "Detokenizer":
+    def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> Detokenizer:
         """A detokenizer for one completion. Control tokens in `shown` show their spelling, the others nothing."""
         table = self._tables.get(shown)
         if table is None:
@@ -190,8 +183,7 @@ class ModelTokenizer:
         """One token alone, as logprobs report it. Control tokens show their spelling; unknown ids are empty."""
         if id in self._control.ids:
             return (self._tokenizer.id_to_token(id) or "").encode()
-        later = self._table.bytes_of
-        return later[id] if 0 <= id < len(later) else b""
+        return self._table.bytes_of[id] if 0 <= id < len(self._table.bytes_of) else b""
 
 
 def _with_parsed_arguments(message: Mapping[str, JSON]) -> Mapping[str, JSON]:
@@ -247,11 +239,6 @@ def _templates(folder: Path, settings: dict[str, Any], today: Callable[[], datet
     if templates and "default" not in templates:
         raise ModelFolderError(f"{folder}: among its chat templates none is named default")
     return templates
-
-
-def _vocabulary(folder: Path) -> int:
-    """The vocabulary's size in config.json; 0 where it has none."""
-    return int((_json(folder / "config.json") or {}).get("vocab_size") or 0)
 
 
 def _stop_ids(folder: Path, tokenizer: Tokenizer, eos: str | None) -> list[int]:

@@ -10,7 +10,7 @@ from gateway.tool_parsers.streaming_json import ATOM_MAX, BLANK, DEPTH_MAX, SCAL
 
 _ATOM: Final = re.compile(r"[-+.\w]*")
 _PLAIN: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
-_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
+CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
 _ENDS: Final = {"{": "}", "[": "]", "(": ")"}
 _ESCAPES: Final = {
     **{"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": ""},
@@ -144,7 +144,7 @@ def _atom(scanner: Scanner) -> Scan[bool]:
         if not (yield from scanner.wait_text()):
             return False
     atom = scanner.text[scanner.at : end]
-    atom = _CONSTANTS.get(atom, atom)
+    atom = CONSTANTS.get(atom, atom)
     if SCALAR.fullmatch(atom) is None:
         return False
     scanner.at = end

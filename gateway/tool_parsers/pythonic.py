@@ -10,10 +10,8 @@ from gateway.tool_parsers.scanner import Scan, Scanner
 from gateway.tool_parsers.tool_format import CallDelimiters, ToolFormat
 from gateway.tool_parsers.tool_schema import (
     FunctionSpec,
-    ToolParameter,
     properties,
     schema_types,
-    tool_schema_error,
 )
 
 BEGIN: Final = "<|python_start|>"
@@ -97,27 +95,15 @@ def _key(scanner: Scanner) -> Scan[str | None]:
 
 def _write(rule: str, function: FunctionSpec, tokens: Mapping[str, int]) -> list[str]:
     head = call_grammar.quoted(call_grammar.bare_name(function) + "(")
-    parameters = properties(function)
-    members = call_grammar.members(f"{rule}_a", [inner.required for inner in parameters], '", "')
-    return [
-        f'{rule}: {head} {rule}_a ")"',
-        *members,
-        *(_member(rule, i, p, function) for i, p in enumerate(parameters)),
-    ]
-
-
-def _member(rule: str, number: int, parameter: ToolParameter, function: FunctionSpec) -> str:
-    if _KEY.fullmatch(parameter.name) is None:
-        raise tool_schema_error(
-            function, f"{parameter.name!r} cannot be written as a parameter in this model's format of calls"
-        )
-    plain = (
-        schema_types(parameter.schema) == {"boolean"}
-        and "enum" not in parameter.schema
-        and "const" not in parameter.schema
-    )
-    value = '("True" | "False")' if plain else call_grammar.schema(parameter.schema)
-    return f"{rule}_a{number}: {call_grammar.quoted(parameter.name + '=')} {value}"
+    parameters = properties(function, _KEY)
+    members = call_grammar.members(f"{rule}_a", [parameter.required for parameter in parameters], '", "')
+    lines = [f'{rule}: {head} {rule}_a ")"', *members]
+    for number, parameter in enumerate(parameters):
+        schema = parameter.schema
+        plain = schema_types(schema) == {"boolean"} and "enum" not in schema and "const" not in schema
+        value = '("True" | "False")' if plain else call_grammar.schema(schema)
+        lines.append(f"{rule}_a{number}: {call_grammar.quoted(parameter.name + '=')} {value}")
+    return lines
 
 
 PYTHONIC: Final = ToolFormat(

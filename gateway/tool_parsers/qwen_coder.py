@@ -30,7 +30,6 @@ PARAMETER_END: Final = "</parameter>"
 VALUE_MAX: Final = 64 << 10  # characters of one whose type shows only when all of it is there
 
 _NAME: Final = re.compile(r"[^>\n]*")
-_CONSTANTS: Final = {"True": "true", "False": "false", "None": "null"}
 _STRING: Final = frozenset({"string"})
 
 
@@ -130,7 +129,7 @@ def _raw(scanner: Scanner, give: Callable[[str], None], characters_max: int) -> 
 def _json(text: str, kinds: frozenset[str]) -> str:
     """A value that has one of these types, as JSON; a string where it has none of them."""
     value = text.strip()
-    value = _CONSTANTS.get(value, value)
+    value = python_literals.CONSTANTS.get(value, value)
     try:
         known = json_type_of(json.loads(value, parse_constant=_no_json)) in kinds
     except (ValueError, RecursionError):
@@ -144,7 +143,7 @@ def _no_json(constant: str) -> NoReturn:
 
 def _write(rule: str, function: FunctionSpec, tokens: Mapping[str, int]) -> list[str]:
     head = call_grammar.quoted(f"\n{FUNCTION}{call_grammar.bare_name(function)}>\n")
-    parameters = properties(function)
+    parameters = properties(function, _NAME)
     members = call_grammar.members(f"{rule}_a", [parameter.required for parameter in parameters], "")
     end = f"{call_grammar.quoted(FUNCTION_END + chr(10))} {call_grammar.marker(END, tokens)}"
     lines = [f"{rule}: {head} {rule}_a {end}", *members]
@@ -154,10 +153,6 @@ def _write(rule: str, function: FunctionSpec, tokens: Mapping[str, int]) -> list
 
 
 def _write_member(rule: str, parameter: ToolParameter, function: FunctionSpec) -> list[str]:
-    if not parameter.name or _NAME.fullmatch(parameter.name) is None:
-        raise tool_schema_error(
-            function, f"{parameter.name!r} cannot be written as a parameter in this model's format of calls"
-        )
     head = call_grammar.quoted(f"{PARAMETER}{parameter.name}>\n")
     close = call_grammar.quoted(f"\n{PARAMETER_END}\n")
     kinds = schema_types(parameter.schema)

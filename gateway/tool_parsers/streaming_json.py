@@ -49,11 +49,7 @@ def read_json_value(scanner: Scanner, streamed: bool) -> Scan[bool]:
                 return False
             continue
         char = scanner.text[scanner.at]
-        if (
-            ends
-            and char == ends[-1]
-            and expected in (Expected.VALUE_OR_END, Expected.KEY_OR_END, Expected.COMMA_OR_END)
-        ):
+        if ends and char == ends[-1] and expected not in (Expected.VALUE, Expected.KEY, Expected.COLON):
             ends.pop()
             scanner.at += 1
         elif expected in (Expected.VALUE, Expected.VALUE_OR_END):
@@ -66,23 +62,21 @@ def read_json_value(scanner: Scanner, streamed: bool) -> Scan[bool]:
                 continue
             if not (yield from (_string(scanner, streamed) if char == '"' else _atom(scanner, streamed))):
                 return False
-        elif expected is Expected.COLON:
-            if char != ":":
-                return False
+        elif expected is Expected.COLON and char == ":":
             scanner.at += 1
             expected = Expected.VALUE
             continue
-        elif expected is Expected.COMMA_OR_END:
-            if char != ",":
-                return False
+        elif expected is Expected.COMMA_OR_END and char == ",":
             scanner.at += 1
             expected = Expected.KEY if ends[-1] == "}" else Expected.VALUE
             continue
-        else:
-            if char != '"' or not (yield from _string(scanner, streamed)):
+        elif expected in (Expected.KEY, Expected.KEY_OR_END) and char == '"':
+            if not (yield from _string(scanner, streamed)):
                 return False
             expected = Expected.COLON
             continue
+        else:
+            return False
         if not ends:
             return True
         expected = Expected.COMMA_OR_END
@@ -146,7 +140,7 @@ def _atom(scanner: Scanner, streamed: bool) -> Scan[bool]:
             break
         if not (yield from _wait(scanner, streamed)):
             return False
-    whole = SCALAR.fullmatch(scanner.text, scanner.at, end) is not None
-    if whole:
-        scanner.at = end
-    return whole
+    if SCALAR.fullmatch(scanner.text, scanner.at, end) is None:
+        return False
+    scanner.at = end
+    return True

@@ -3,6 +3,7 @@
 It reads JSON schemas and knows no format.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -12,10 +13,19 @@ from gateway.errors import ApiError, bad_input
 FunctionSpec = Mapping[str, Any]  # `function` of a tool in OpenAI's shape: name, description, parameters
 Schema = Mapping[str, Any]
 
-TYPES: Final = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 ANNOTATIONS: Final = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema"}
 )
+_TYPE_NAMES: Final[Mapping[type, str]] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+TYPES: Final = frozenset(_TYPE_NAMES.values())
 _DEFINITIONS: Final = frozenset({"$defs", "definitions"})
 _PLAIN: Final = ANNOTATIONS | _DEFINITIONS | {"type", "properties", "required", "additionalProperties"}
 _REFERENCES_MAX: Final = 8
@@ -66,9 +76,9 @@ def arguments(function: FunctionSpec) -> Schema:
     return schema
 
 
-def properties(function: FunctionSpec) -> list[ToolParameter]:
+def properties(function: FunctionSpec, name: re.Pattern[str]) -> list[ToolParameter]:
     """The parameters one by one, for formats that write them so. Raises ApiError where a schema says more of them than
-    that, which such a format cannot hold to."""
+    that, which such a format cannot hold to, and for a name that is empty or unlike the pattern."""
     schema = arguments(function)
     unknown = sorted(schema.keys() - _PLAIN)
     if unknown:
@@ -76,12 +86,17 @@ def properties(function: FunctionSpec) -> list[ToolParameter]:
             function, f"{unknown[0]!r} beside 'properties' cannot be kept in this model's format of calls"
         )
     required = set(schema.get("required", ()))
-    schemas = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
+    schemas = {key: inner for key, inner in schema.get("properties", {}).items() if inner is not False}
     if not required <= set(schemas):
         raise tool_schema_error(
             function, f"'required' names {min(required - set(schemas))!r}, which is not in 'properties'"
         )
-    return [ToolParameter(name, _alone(inner, schema), name in required) for name, inner in schemas.items()]
+    for key in schemas:
+        if not key or name.fullmatch(key) is None:
+            raise tool_schema_error(
+                function, f"{key!r} cannot be written as a parameter in this model's format of calls"
+            )
+    return [ToolParameter(key, _alone(inner, schema), key in required) for key, inner in schemas.items()]
 
 
 def schema_types(schema: Schema) -> frozenset[str]:
@@ -105,21 +120,7 @@ def schema_types(schema: Schema) -> frozenset[str]:
 
 def json_type_of(value: Any) -> str:
     """The JSON type of a value that was JSON."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case _:
-            return "object"
+    return _TYPE_NAMES[type(value)]
 
 
 def types_by_name(function: FunctionSpec) -> dict[str, frozenset[str]]:
@@ -128,7 +129,7 @@ def types_by_name(function: FunctionSpec) -> dict[str, frozenset[str]]:
     schemas = schema.get("properties")
     if not isinstance(schemas, dict):
         return {}
-    return {name: schema_types(_alone(one, schema)) for name, one in schemas.items()}
+    return {name: schema_types(_alone(inner, schema)) for name, inner in schemas.items()}
 
 
 def tool_schema_error(function: FunctionSpec, problem: str) -> ApiError:

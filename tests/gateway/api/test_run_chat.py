@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from gateway.api.chat import read_run_chat
 from gateway.api.dialect import GenerationRequest
-from gateway.api.run_chat import read_run_chat
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
 from gateway.inference.reply import Completion, ScoredToken, Usage

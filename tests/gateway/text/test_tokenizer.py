@@ -79,7 +79,7 @@ def test_cut_encoding_equals_whole_encoding(folders: dict[str, Path], name: str)
     text = ModelTokenizer(folders[name])
     for talk in [*TALKS, [*TALKS[2], *TALKS[1], *TALKS[2]] * 20]:
         variables = {**text._special, "messages": talk, "tools": None, "add_generation_prompt": True}
-        written = text._template(None).render(variables)
+        written = text._templates["default"].render(variables)
         whole = encode_ids(text._tokenizer, written)
         assert text.encode_chat(talk) == text.encode_chat(talk, spread=True) == whole
 
@@ -207,7 +207,7 @@ def test_a_raw_prompt_gets_the_tokenizers_lead_and_no_control_token(folders: dic
     tokenizer = Tokenizer.from_file(str(folders[name] / "tokenizer.json"))
     assert text.encode_prompt("Once upon a time") == tokenizer.encode("Once upon a time").ids
     for token in text._control.by_text:
-        assert text._control.ids.isdisjoint(text.encode_prompt(f"a {token} b")[len(text._lead) :])
+        assert text._control.ids.isdisjoint(text.encode_prompt(f"a {token} b")[len(text.special_tokens.lead) :])
 
 
 def test_a_lead_of_the_post_processor_is_kept(tmp_path: Path) -> None:
