@@ -177,7 +177,7 @@ def _likelihood(completion: Completion) -> float:
 def _scored(chosen: list[ScoredToken], offset: int) -> dict[str, Any]:
     """Columns, one entry for each token; `offset` is where the first stands in the text."""
     tokens = [scored.token for scored in chosen]
-    top = [{**{other.token: other.logprob for other in one.top}, one.token: one.logprob} for one in chosen]
+    top = [{**{other.token: other.logprob for other in scored.top}, scored.token: scored.logprob} for scored in chosen]
     return {
         "tokens": tokens,
         "token_logprobs": [scored.logprob for scored in chosen],

@@ -354,10 +354,10 @@ def _check(item: Item, place: str) -> None:
     """Raises ApiError for what an item of its type lacks, or has too much."""
     needed, possible = FIELDS[item.type]
     for field in item.__struct_fields__:
-        given = getattr(item, field) is not None
-        if field in needed and not given:
+        missing = getattr(item, field) is None
+        if field in needed and missing:
             raise bad_input(f"'{place}.{field}' is missing; give it", f"{place}.{field}")
-        if given and field not in (*needed, *possible, *ANY_ITEM):
+        if not missing and field not in (*needed, *possible, *ANY_ITEM):
             raise bad_input(f"'{place}.{field}' is not a field of a {item.type}; leave it out", f"{place}.{field}")
 
 

@@ -75,43 +75,36 @@ def select_tools(
 ) -> tuple[list[dict[str, Any]] | None, ToolSelection]:
     """The tools that the model sees, and whether it calls them. Raises ApiError."""
     if isinstance(choice, ChosenTool):
-        return _chosen(tools, choice)
+        return _chosen(tools or [], choice)
     selection = ToolSelection(choice or "auto")
     if selection.mode == "required" and not tools:
         raise bad_input("'tool_choice' is 'required' and there are no 'tools'; send some", "tool_choice")
     return (None if selection.mode == "none" else tools), selection
 
 
-def named_tool(tools: list[dict[str, Any]] | None, name: str, field: str) -> ToolSelection:
-    """The selection of exactly this tool. Raises ApiError where it is none of them."""
-    names = [tool["function"]["name"] for tool in tools or []]
-    if name not in names:
-        raise bad_input(f"'{field}': {name!r} is none of the 'tools'; name one of them", field)
-    return ToolSelection("named", name)
-
-
-def _chosen(
-    tools: list[dict[str, Any]] | None, choice: ChosenTool
-) -> tuple[list[dict[str, Any]] | None, ToolSelection]:
+def _chosen(tools: list[dict[str, Any]], choice: ChosenTool) -> tuple[list[dict[str, Any]], ToolSelection]:
     if choice.type == "function":
         if choice.allowed_tools is not None:
             raise bad_input("'tool_choice.allowed_tools' goes with the type 'allowed_tools'", "tool_choice")
-        return tools, named_tool(tools, _name_of(choice, "tool_choice"), "tool_choice")
+        return tools, ToolSelection("named", _name_in(tools, choice, "tool_choice"))
     if choice.allowed_tools is None or choice.function is not None or choice.name is not None:
         raise bad_input("'tool_choice' of the type 'allowed_tools' has 'allowed_tools' alone", "tool_choice")
     allowed = {
-        _name_of(one, f"tool_choice.allowed_tools.tools[{i}]") for i, one in enumerate(choice.allowed_tools.tools)
+        _name_in(tools, tool, f"tool_choice.allowed_tools.tools[{i}]")
+        for i, tool in enumerate(choice.allowed_tools.tools)
     }
-    for name in allowed:
-        named_tool(tools, name, "tool_choice")
-    allowed_tools = [tool for tool in tools or [] if tool["function"]["name"] in allowed]
-    return allowed_tools, ToolSelection(choice.allowed_tools.mode)
+    return [tool for tool in tools if tool["function"]["name"] in allowed], ToolSelection(choice.allowed_tools.mode)
 
 
-def _name_of(one: ChosenTool | AllowedTool, place: str) -> str:
-    if (one.function is None) == (one.name is None):
+def _name_in(tools: list[dict[str, Any]], choice: ChosenTool | AllowedTool, place: str) -> str:
+    """The name that is chosen. Raises ApiError where none of the tools has it."""
+    if (choice.function is None) == (choice.name is None):
         raise bad_input(f"'{place}' needs either 'function' with its 'name', or 'name'", place)
-    return one.name if one.function is None else one.function.name  # type: ignore[return-value]
+    name = (choice.function or choice).name
+    assert name is not None
+    if all(tool["function"]["name"] != name for tool in tools):
+        raise bad_input(f"'tool_choice': {name!r} is none of the 'tools'; name one of them", "tool_choice")
+    return name
 
 
 def tool_prompt(tools: Sequence[Tool] | None, choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:

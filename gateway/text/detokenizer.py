@@ -49,45 +49,40 @@ class TokenByteTable:
 def token_byte_table(document: dict[str, Any], tokenizer: Tokenizer, size: int) -> TokenByteTable | None:
     """Builds the table of a tokenizer.json and its tokenizer. `size` is that of the model's vocabulary, which may be
     padded. None for a decoder in which a token's text depends on the tokens around it."""
-    spelling = _spelling(document.get("decoder"), tokenizer)
-    if spelling is None:
+    decoder = document.get("decoder")
+    spellings = _spellings(decoder, tokenizer)
+    if spellings is None:
         return None
+    spell, spell_first = spellings
     vocabulary = tokenizer.get_vocab()
     skipped = frozenset(entry["id"] for entry in document["added_tokens"] if entry.get("special"))
     later = [b""] * max(size, tokenizer.get_vocab_size(), 1 + max(vocabulary.values(), default=0))
-    first = later if spelling.first is None else later.copy()
+    first = later if spell_first is None else later.copy()
     for text, id in vocabulary.items():
         if id not in skipped:
-            later[id] = spelling.later(text)
-            if spelling.first is not None:
-                first[id] = spelling.first(text)
-    return TokenByteTable(later, first, skipped, spelling.strips)
+            later[id] = spell(text)
+            if spell_first is not None:
+                first[id] = spell_first(text)
+    return TokenByteTable(later, first, skipped, _STRIP in ((decoder or {}).get("decoders") or []))
 
 
-@dataclass(frozen=True, slots=True)
-class _Spelling:
-    """A token's text in the vocabulary to its bytes. `first` is None where a first token is as any other."""
-
-    later: Callable[[str], bytes]
-    first: Callable[[str], bytes] | None = None
-    strips: bool = False
-
-
-def _spelling(decoder: dict[str, Any] | None, tokenizer: Tokenizer) -> _Spelling | None:
+def _spellings(
+    decoder: dict[str, Any] | None, tokenizer: Tokenizer
+) -> tuple[Callable[[str], bytes], Callable[[str], bytes] | None] | None:
+    """What turns a token's text in the vocabulary into its bytes, and what does where it is the first; None in its
+    place where a first token is as any other."""
     if decoder is None:  # then tokens are words
-        return _Spelling(lambda text: f" {text}".encode(), str.encode)
+        return lambda text: f" {text}".encode(), str.encode
     steps = decoder.get("decoders", [decoder])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _Spelling(_byte_level())
+        return _byte_level(), None
     if steps[:2] == [_SPACE, _BYTES] and steps[2:] in ([], [_FUSE], [_FUSE, _STRIP]):
-        return _Spelling(_byte_or(lambda text: text.replace("▁", " ").encode()), strips=_STRIP in steps)
+        return _byte_or(lambda text: text.replace("▁", " ").encode()), None
     if kinds not in (["Metaspace"], ["ByteFallback", "Metaspace"], ["WordPiece"]):
         return None
     decode = tokenizer.decoder.decode
-    return _Spelling(
-        _byte_or(lambda text: decode(["a", text])[1:].encode()), _byte_or(lambda text: decode([text]).encode())
-    )
+    return _byte_or(lambda text: decode(["a", text])[1:].encode()), _byte_or(lambda text: decode([text]).encode())
 
 
 def _byte_level() -> Callable[[str], bytes]:
