@@ -17,47 +17,6 @@ class PrivateAddress(OSError):
     """The host has an address that is not public."""
 
 
-class PinnedTransport(httpx.AsyncBaseTransport):
-    """Resolves a request's host once and connects to what it resolved, with the host's own name in TLS and in Host.
-
-    `public_only`: a host with an address that is not public gets no connection (PrivateAddress).
-    """
-
-    def __init__(self, tls: ssl.SSLContext | None, *, public_only: bool) -> None:
-        self._tls = tls
-        self._public_only = public_only
-        self._transport = httpx.AsyncHTTPTransport(verify=tls or False, trust_env=False)
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Tries the addresses in turn until one takes the connection."""
-        url = request.url
-        if url.scheme == "https" and self._tls is None:
-            raise ValueError("https needs certificates to trust")
-        host = url.raw_host.decode("ascii")
-        addresses = await resolve(host, url.port or (443 if url.scheme == "https" else 80))
-        private = [address for address in addresses if self._public_only and not is_public(address)]
-        if private:
-            raise PrivateAddress(f"{host} is {private[0]}, which is no public address")
-        extensions = {**request.extensions, "sni_hostname": host}
-        for address in addresses:
-            pinned = httpx.Request(
-                request.method,
-                url.copy_with(host=address),
-                headers=request.headers,  # Host among them
-                stream=request.stream,
-                extensions=extensions,
-            )
-            try:
-                return await self._transport.handle_async_request(pinned)
-            except httpx.ConnectError:
-                if address == addresses[-1]:
-                    raise
-        raise OSError(f"{host} has no address")
-
-    async def aclose(self) -> None:
-        await self._transport.aclose()
-
-
 @asynccontextmanager
 async def send(
     method: str,
@@ -68,12 +27,17 @@ async def send(
     content: bytes | None = None,
     public_only: bool = False,
 ) -> AsyncIterator[httpx.Response]:
-    """Yields the answer's head; `read_body` reads its body. Raises OSError, and ValueError for a URL that cannot be
-    called and for what is no HTTP."""
+    """Yields the answer's head; `read_body` reads its body.
+
+    `public_only`: a host with an address that is not public gets no connection. Raises PrivateAddress then, OSError,
+    and ValueError for a URL that cannot be called and for what is no HTTP.
+    """
     try:
         request = httpx.Request(method, url, headers={**headers, "connection": "close"}, content=content)
-        async with PinnedTransport(tls, public_only=public_only) as transport:
-            response = await transport.handle_async_request(request)
+        if request.url.scheme == "https" and tls is None:
+            raise ValueError("https needs certificates to trust")
+        async with httpx.AsyncHTTPTransport(verify=tls or False, trust_env=False) as transport:
+            response = await _send_pinned(transport, request, public_only)
             try:
                 yield response
             finally:
@@ -84,6 +48,27 @@ async def send(
         raise ValueError(str(error)) from None
     except httpx.HTTPError as error:
         raise OSError(_reason(error)) from None
+
+
+async def _send_pinned(
+    transport: httpx.AsyncHTTPTransport, request: httpx.Request, public_only: bool
+) -> httpx.Response:
+    """Resolves the host once, and tries its addresses in turn until one takes the connection, with the host's own name
+    in TLS and in Host."""
+    url, host = request.url, request.url.raw_host.decode("ascii")
+    addresses = await resolve(host, url.port or (443 if url.scheme == "https" else 80))
+    private = [address for address in addresses if public_only and not is_public(address)]
+    if private:
+        raise PrivateAddress(f"{host} is {private[0]}, which is no public address")
+    request.extensions["sni_hostname"] = host
+    for address in addresses:
+        request.url = url.copy_with(host=address)  # the header Host stays
+        try:
+            return await transport.handle_async_request(request)
+        except httpx.ConnectError:
+            if address == addresses[-1]:
+                raise
+    raise OSError(f"{host} has no address")
 
 
 async def read_body(response: httpx.Response, limit_bytes: int) -> bytes:

@@ -43,13 +43,7 @@ class ErrorFormat(enum.Enum):
 
 def error_body(error_format: ErrorFormat, refusal: ApiError, request_id: str) -> bytes:
     """Renders the body of an answer that is an error."""
-    match error_format:
-        case ErrorFormat.ENVELOPE:
-            return envelope(refusal, request_id)
-        case ErrorFormat.OPENAI:
-            return openai_envelope(refusal, request_id)
-        case ErrorFormat.ANTHROPIC:
-            return anthropic_envelope(refusal, request_id)
+    return _RENDERERS[error_format](refusal, request_id)
 
 
 def envelope(refusal: ApiError, request_id: str) -> bytes:
@@ -81,6 +75,13 @@ def anthropic_envelope(refusal: ApiError, request_id: str) -> bytes:
     }
     head = _encode({"type": "error", "error": error, "request_id": request_id})
     return head[:-1] + b"," + envelope(refusal, request_id)[1:]
+
+
+_RENDERERS: Final = {
+    ErrorFormat.ENVELOPE: envelope,
+    ErrorFormat.OPENAI: openai_envelope,
+    ErrorFormat.ANTHROPIC: anthropic_envelope,
+}
 
 
 def message_with_id(refusal: ApiError, request_id: str) -> str:

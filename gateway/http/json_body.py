@@ -5,6 +5,7 @@ It does not know what the fields mean.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs
@@ -125,11 +126,8 @@ def check_depth(value: Any, name: str, max_depth: int) -> None:
 def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise bad_input(f"'{name[:_NAME_MAX]}' is given twice; give it once", name[:_NAME_MAX])
-            seen.add(name)
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise bad_input(f"'{name[:_NAME_MAX]}' is given twice; give it once", name[:_NAME_MAX])
     return fields
 
 
@@ -141,9 +139,8 @@ def _invalid(message: str, kind: Any) -> ApiError:
     if named := _UNKNOWN.match(message) or _MISSING.match(message):
         name = named.group(1)[:_NAME_MAX]
         field = f"{field}.{name}" if field else name
-        if _MISSING.match(message):
-            return bad_input(f"'{field}' is missing; give it", field)
-        return bad_input(f"'{field}' is not a field of this request; leave it out", field)
+        fault = "missing; give it" if _MISSING.match(message) else "not a field of this request; leave it out"
+        return bad_input(f"'{field}' is {fault}", field)
     if _WRONG_WORD.match(message):
         return bad_input(f"'{field}': send one of {', '.join(allowed_words(kind, field))}", field)
     if not field:

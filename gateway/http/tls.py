@@ -22,12 +22,12 @@ class Certificate:
 
     def __init__(self, certificate: str, key: str) -> None:
         self._paths = (certificate, key)
-        self._stamps = _stamps(self._paths)
+        self._stamps = [_stamp(path) for path in self._paths]
         self.context = server_context(certificate, key)
 
     def refresh(self) -> None:
         """Reads files that have changed. Costs two calls of stat."""
-        stamps = _stamps(self._paths)
+        stamps = [_stamp(path) for path in self._paths]
         if stamps == self._stamps:
             return
         self._stamps = stamps
@@ -82,14 +82,10 @@ def _problem(error: ssl.SSLError, certificate: str, key: str) -> str:
     return f"{certificate} and {key} are no certificate chain and unencrypted key in PEM: {reason}"
 
 
-def _stamps(paths: tuple[str, ...]) -> list[tuple[int, int, int] | None]:
+def _stamp(path: str) -> tuple[int, int, int] | None:
     """Values that change when a file is written or replaced; None for a missing file."""
-    stamps: list[tuple[int, int, int] | None] = []
-    for path in paths:
-        try:
-            status = os.stat(path)
-        except OSError:
-            stamps.append(None)
-        else:
-            stamps.append((status.st_mtime_ns, status.st_ino, status.st_size))
-    return stamps
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size

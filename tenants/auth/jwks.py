@@ -108,11 +108,17 @@ class JwksCache:
             log.info("issuer_back", extra={"fields": {"keys": self._location}})
 
     async def _read(self) -> bytes:
-        if self._location.startswith("https:"):
-            return await fetch_jwks(self._location, await asyncio.to_thread(_trust, self._ca_file))
-        if self._location.startswith("http:"):
-            return await fetch_jwks(self._location, None)
-        return await asyncio.to_thread(_read_file, Path(self._location))
+        """The file, or the body of a 200; no redirect is followed. Raises OSError or ValueError.
+
+        It is asynchronous to the bottom: a thread that waits for a slow issuer could not be ended.
+        """
+        if not self._location.startswith(("https:", "http:")):
+            return await asyncio.to_thread(_read_file, Path(self._location))
+        tls = await asyncio.to_thread(_trust, self._ca_file) if self._location.startswith("https:") else None
+        async with outbound.send("GET", self._location, tls, headers={"accept": "application/json"}) as response:
+            if response.status_code != 200:
+                raise ValueError(f"it answers with status {response.status_code} where 200 is expected")
+            return await outbound.read_body(response, JWKS_BYTES_MAX)
 
 
 def parse_jwks(text: bytes, algorithm: str) -> dict[str, PublicKey]:
@@ -148,17 +154,6 @@ def _key(entry: Any, algorithm: str) -> PublicKey | None:
     except (jwt.PyJWTError, UnsupportedAlgorithm, ValueError, TypeError):
         return None
     return None if isinstance(key, RSAPublicKey) and key.key_size not in RSA_BITS else key
-
-
-async def fetch_jwks(url: str, tls: ssl.SSLContext | None) -> bytes:
-    """The body of a 200; no redirect is followed. Raises OSError or ValueError. The caller limits the time.
-
-    It is asynchronous to the bottom: a thread that waits for a slow issuer could not be ended.
-    """
-    async with outbound.send("GET", url, tls, headers={"accept": "application/json"}) as response:
-        if response.status_code != 200:
-            raise ValueError(f"it answers with status {response.status_code} where 200 is expected")
-        return await outbound.read_body(response, JWKS_BYTES_MAX)
 
 
 def _trust(ca_file: str | None) -> ssl.SSLContext:

@@ -58,10 +58,6 @@ class Totals(msgspec.Struct, frozen=True):
     held: int = 0
     open: int = 0
 
-    @property
-    def neurons(self) -> float:
-        return self.micro_neurons / MICRO
-
 
 class Balance(msgspec.Struct, frozen=True):
     """The counters of one account's day beside the same sums recomputed from its records and holds."""

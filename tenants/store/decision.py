@@ -58,17 +58,16 @@ def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
 
 def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
     room = remaining(cap, used, now_us)
-    match cap.measure:
-        case DenialReason.NEURONS_PER_DAY | DenialReason.NEURONS_PER_MONTH:
-            if room >= cap.min_amount:
-                return None
-            wait_us = window_us_left(cap.measure, now_us)
-            return Denied(cap.measure, wait_us, cap.allowed, cap.allowed - room, cap.subject)
-        case DenialReason.CONCURRENT_REQUESTS:
-            return None if room > 0 else Denied(cap.measure, MICRO, cap.allowed, used.open, cap.subject)
-        case _:
-            wait_us = cap.cost_us - room
-            return None if wait_us <= 0 else Denied(cap.measure, wait_us, cap.allowed, 0, cap.subject)
+    in_use = cap.allowed - room
+    if cap.measure in BUDGETS:
+        if room < cap.min_amount:
+            return Denied(cap.measure, window_us_left(cap.measure, now_us), cap.allowed, in_use, cap.subject)
+    elif cap.measure is DenialReason.CONCURRENT_REQUESTS:
+        if room <= 0:
+            return Denied(cap.measure, MICRO, cap.allowed, in_use, cap.subject)
+    elif cap.cost_us > room:
+        return Denied(cap.measure, cap.cost_us - room, cap.allowed, 0, cap.subject)
+    return None
 
 
 def _taken(cap: Cap, granted: int) -> int:

@@ -70,12 +70,12 @@ end
 _BEGIN: Final = f"""{_BATCHES}
 local id, key, open_ones = ARGV[2], batch_key(ARGV[2]), account .. ':batches:open'
 if redis.call('EXISTS', key) == 1 then return 1 end
-local count, items, pairs_read = 0, tonumber(ARGV[4]), redis.call('HGETALL', open_ones)
-for i = 1, #pairs_read, 2 do
-    if redis.call('EXISTS', batch_key(pairs_read[i])) == 1 then
-        count, items = count + 1, items + tonumber(pairs_read[i + 1])
+local count, items, flat = 0, tonumber(ARGV[4]), redis.call('HGETALL', open_ones)
+for i = 1, #flat, 2 do
+    if redis.call('EXISTS', batch_key(flat[i])) == 1 then
+        count, items = count + 1, items + tonumber(flat[i + 1])
     else
-        redis.call('HDEL', open_ones, pairs_read[i])
+        redis.call('HDEL', open_ones, flat[i])
     end
 end
 if count >= {batches.OPEN_BATCHES_MAX} or items > {batches.OPEN_ITEMS_MAX} then return 0 end

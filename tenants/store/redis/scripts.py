@@ -6,7 +6,7 @@ and ARGV[1] the time in microseconds, 0 for Redis' own.
 
 from typing import Final
 
-from tenants.records.holds import RATES, DenialReason
+from tenants.records.holds import DenialReason
 from tenants.records.limits import MINUTE_US
 from tenants.records.usage import DAY_US, EXPIRED, MICRO
 from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
@@ -56,19 +56,19 @@ local function spend(day, subject, micro_neurons)
 end
 
 local function counted(subjects)
-    local found = {{''}}
-    for subject in string.gmatch(subjects or '', '[^\\n]+') do found[#found + 1] = subject end
-    return found
+    local names = {{''}}
+    for subject in string.gmatch(subjects or '', '[^\\n]+') do names[#names + 1] = subject end
+    return names
 end
 
 -- Adds to the numbers of a hash in two calls, whatever their count; a day's key that is new gets its end.
 local function add(key, names, changes, day)
-    local found, written = redis.call('HMGET', key, unpack(names)), {{}}
+    local before, written = redis.call('HMGET', key, unpack(names)), {{}}
     for i, name in ipairs(names) do
-        written[2 * i - 1], written[2 * i] = name, string.format('%.0f', tonumber(found[i] or 0) + changes[i])
+        written[2 * i - 1], written[2 * i] = name, string.format('%.0f', tonumber(before[i] or 0) + changes[i])
     end
     redis.call('HSET', key, unpack(written))
-    if day and not found[1] then redis.call('EXPIREAT', key, (day + {RETENTION_DAYS}) * 86400) end
+    if day and not before[1] then redis.call('EXPIREAT', key, (day + {RETENTION_DAYS}) * 86400) end
 end
 
 local function take(request)
@@ -155,20 +155,20 @@ local today = math.floor(now / {DAY_US})
 local function read_caps(packed)
     local caps = {{}}
     for i, cap in ipairs(cmsgpack.unpack(packed)) do
-        caps[i] = {{subject = cap[1], measure = cap[2], allowed = cap[4], least = cap[5], cost = cap[6], room = cap[7]}}
+        caps[i] = {{subject = cap[1], measure = cap[2], allowed = cap[4], min_amount = cap[5], cost = cap[6],
+            room = cap[7]}}
     end
     return caps
 end
 
 local function spent(day, subject)
-    local found = redis.call('HMGET', day_key(day, subject), 'micro_neurons', 'held')
-    return tonumber(found[1] or 0) + tonumber(found[2] or 0)
+    local columns = redis.call('HMGET', day_key(day, subject), 'micro_neurons', 'held')
+    return tonumber(columns[1] or 0) + tonumber(columns[2] or 0)
 end
 
 local function spent_this_month(subject)
-    local kept = redis.call('GET', month_key(today, subject))
-    if kept then return tonumber(kept) end
-    local sum = 0
+    local stored, sum = redis.call('GET', month_key(today, subject)), 0
+    if stored then return tonumber(stored) end
     for day = first_of_month(today), today do sum = sum + spent(day, subject) end
     return sum
 end
@@ -184,11 +184,15 @@ local gauges = {{}}
 local function used(subject)
     if not gauges[subject] then
         local names = {{'requests_us', 'input_us', 'output_us', 'output', 'open'}}
-        local found, read = redis.call('HMGET', gauge(subject), unpack(names)), {{}}
-        for i, name in ipairs(names) do read[name] = tonumber(found[i] or 0) end
+        local columns, read = redis.call('HMGET', gauge(subject), unpack(names)), {{}}
+        for i, name in ipairs(names) do read[name] = tonumber(columns[i] or 0) end
         gauges[subject] = read
     end
     return gauges[subject]
+end
+
+local function is_budget(cap)
+    return cap.measure == '{DenialReason.NEURONS_PER_DAY}' or cap.measure == '{DenialReason.NEURONS_PER_MONTH}'
 end
 
 local function left(cap)
@@ -204,49 +208,45 @@ end
 
 
 DENIAL_REASONS: Final = list(DenialReason)
-DENIAL_CODES: Final = {refusal: number for number, refusal in enumerate(DENIAL_REASONS, 1)}
-_RATE_CODES: Final = ", ".join(f"{rate} = {DENIAL_CODES[rate]}" for rate in RATES)
+DENIAL_CODES: Final = {reason: number for number, reason in enumerate(DENIAL_REASONS, 1)}
+_LUA_CODES: Final = ", ".join(f"{reason} = {code}" for reason, code in DENIAL_CODES.items())
 
 # ARGV: now, request, token, held, lifetime, record, output, subjects, then the caps. The steps are those of reserve()
 # in sqlite/quotas.py and of decide() in decision.py.
 RESERVE: Final = f"""{_MEASURE}
 local request, token, held, lifetime, record = ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local output, subjects, caps = tonumber(ARGV[7]), counted(ARGV[8]), read_caps(ARGV[9])
+local codes = {{{_LUA_CODES}}}
 local known = redis.call('HMGET', account, 'created_at', 'suspended_at')
 expire()
-if not known[1] then return {{{DENIAL_CODES[DenialReason.NO_ACCOUNT]}}} end
-if redis.call('HEXISTS', account .. ':revoked', token) == 1 then return {{{DENIAL_CODES[DenialReason.REVOKED]}}} end
-if known[2] then return {{{DENIAL_CODES[DenialReason.SUSPENDED]}}} end
+if not known[1] then return {{codes.{DenialReason.NO_ACCOUNT}}} end
+if redis.call('HEXISTS', account .. ':revoked', token) == 1 then return {{codes.{DenialReason.REVOKED}}} end
+if known[2] then return {{codes.{DenialReason.SUSPENDED}}} end
 local hold = redis.call('HGET', holds, request)
 if hold then
-    local day, kept = string.match(hold, '^(%d+):(%d+):')
-    local granted = {{0, tonumber(day), tonumber(kept)}}
+    local day, amount = string.match(hold, '^(%d+):(%d+):')
+    local granted = {{0, tonumber(day), tonumber(amount)}}
     for _, cap in ipairs(caps) do granted[#granted + 1] = left(cap) end
     return granted
 end
 local recorded = redis.call('HGET', account .. ':ledger:' .. today, request)
-if recorded and cmsgpack.unpack(recorded)[8] ~= '{EXPIRED}' then return {{{DENIAL_CODES[DenialReason.RECORDED]}}} end
+if recorded and cmsgpack.unpack(recorded)[8] ~= '{EXPIRED}' then return {{codes.{DenialReason.RECORDED}}} end
 
 local granted, after = held, {{}}
 for i, cap in ipairs(caps) do
     local room, measure = left(cap), cap.measure
+    local in_use = cap.allowed - room
     after[i] = room
-    if measure == '{DenialReason.NEURONS_PER_DAY}' or measure == '{DenialReason.NEURONS_PER_MONTH}' then
-        if room < cap.least then
-            local code, ends = {DENIAL_CODES[DenialReason.NEURONS_PER_DAY]}, today + 1
-            if measure == '{DenialReason.NEURONS_PER_MONTH}' then
-                code, ends = {DENIAL_CODES[DenialReason.NEURONS_PER_MONTH]}, first_of_month(first_of_month(today) + 31)
-            end
-            return {{code, ends * {DAY_US} - now, cap.allowed, cap.allowed - room, cap.subject}}
+    if is_budget(cap) then
+        if room < cap.min_amount then
+            local ends = today + 1
+            if measure == '{DenialReason.NEURONS_PER_MONTH}' then ends = first_of_month(first_of_month(today) + 31) end
+            return {{codes[measure], ends * {DAY_US} - now, cap.allowed, in_use, cap.subject}}
         end
         granted = math.min(granted, room)
     elseif measure == '{DenialReason.CONCURRENT_REQUESTS}' then
-        if room <= 0 then
-            return {{{DENIAL_CODES[DenialReason.CONCURRENT_REQUESTS]}, {MICRO}, cap.allowed,
-                used(cap.subject).open, cap.subject}}
-        end
+        if room <= 0 then return {{codes[measure], {MICRO}, cap.allowed, in_use, cap.subject}} end
     elseif cap.cost > room then
-        local codes = {{{_RATE_CODES}}}
         return {{codes[measure], cap.cost - room, cap.allowed, 0, cap.subject}}
     end
 end
@@ -274,17 +274,13 @@ for i, subject in ipairs(subjects) do
     add(day_key(today, subject), {{'held', 'open'}}, {{granted, 1}}, today)
     spend(today, subject, granted)
 end
-local kept = string.format('%.0f:%.0f:%.0f:%s:', today, granted, output, table.concat(rates, ','))
-redis.call('HSET', holds, request, kept .. record)
+local terms = string.format('%.0f:%.0f:%.0f:%s:', today, granted, output, table.concat(rates, ','))
+redis.call('HSET', holds, request, terms .. record)
 redis.call('ZADD', expiries, now + lifetime, request)
 local answer = {{0, today, granted}}
 for i, cap in ipairs(caps) do
-    local taken = cap.cost
-    if cap.measure == '{DenialReason.NEURONS_PER_DAY}' or cap.measure == '{DenialReason.NEURONS_PER_MONTH}' then
-        taken = granted
-    elseif cap.measure == '{DenialReason.CONCURRENT_REQUESTS}' then
-        taken = 1
-    end
+    local taken = is_budget(cap) and granted or cap.cost
+    if cap.measure == '{DenialReason.CONCURRENT_REQUESTS}' then taken = 1 end
     answer[i + 3] = after[i] - taken
 end
 return answer
@@ -301,9 +297,9 @@ return rests
 CHECKPOINT: Final = f"""{COMMON}
 for i = 3, #ARGV, 2 do
     local hold = redis.call('HGET', holds, ARGV[i])
-    local kept = hold and string.match(hold, '^%d+:%d+:%d+:[%d,]*:')
-    if kept then
-        redis.call('HSET', holds, ARGV[i], kept .. ARGV[i + 1])
+    local terms = hold and string.match(hold, '^%d+:%d+:%d+:[%d,]*:')
+    if terms then
+        redis.call('HSET', holds, ARGV[i], terms .. ARGV[i + 1])
         redis.call('ZADD', expiries, now + tonumber(ARGV[2]), ARGV[i])
     end
 end
@@ -347,7 +343,7 @@ redis.call('RPUSH', account .. ':audit', ARGV[3])
 return 1
 """
 
-# KEYS: hearth:notices. ARGV: now, due before, due again at, most.
+# KEYS: hearth:notices. ARGV: now, due before, due again at, limit.
 CLAIM_NOTICES: Final = f"""{COMMON}
 local taken = {{}}
 for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT', 0, ARGV[4])) do
