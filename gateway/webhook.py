@@ -13,7 +13,7 @@ from typing import Final
 
 from tenants import outbound
 from tenants.limits.soft_caps import signature
-from tenants.records.notices import Notice
+from tenants.records.accounts import Notice
 from tenants.store.protocol import Clock, NoticeStore, StoreUnavailable
 
 LOOK_S: Final = 2.0

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.audit_entry import AuditEntry
+from tenants.records.accounts import AuditEntry
 from tenants.store.protocol import AuditStore, Clock
 
 SYSTEM: Final = ""  # the chain of what concerns no one account

@@ -16,11 +16,8 @@ import msgspec
 from msgspec import structs
 
 from tenants.audit import PAGE, SYSTEM, AuditLog
-from tenants.records.accounts import Account
-from tenants.records.audit_entry import AuditEntry
+from tenants.records.accounts import DEFAULT_PLAN, Account, AuditEntry, Plan, Settings
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
-from tenants.records.settings import Settings
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import UsageRecord
 from tenants.store.protocol import RETENTION_DAYS, Store

@@ -28,9 +28,9 @@ from benchmarks.record import record
 from tenants.auth.accounts import AccountService
 from tenants.limits.caps import RequestSize, caps_of, limited_subjects
 from tenants.open import open_store
+from tenants.records.accounts import DEFAULT_PLAN
 from tenants.records.holds import Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable
 from tenants.store.redis import scripts

@@ -21,9 +21,8 @@ from gateway.admin.operation import (
 )
 from tenants.auth.accounts import checked_name
 from tenants.limits.soft_caps import webhook_secret
-from tenants.records.accounts import Account
+from tenants.records.accounts import Account, Settings
 from tenants.records.limits import Limits
-from tenants.records.settings import Settings
 
 
 class LimitsItem(msgspec.Struct, frozen=True):

@@ -22,9 +22,8 @@ from gateway.errors import bad_input
 from gateway.listing.pages import sliced
 from tenants.auth.accounts import checked_name
 from tenants.auth.errors import NotFound
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
 
 ACCOUNTS: Final = f"{OPERATOR}/accounts"
 ACCOUNT_ITEM: Final = f"{ACCOUNTS}/{{account_id}}"

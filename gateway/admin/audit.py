@@ -21,7 +21,7 @@ from gateway.admin.operation import (
     time_of,
 )
 from tenants.audit import SYSTEM
-from tenants.records.audit_entry import AuditEntry
+from tenants.records.accounts import AuditEntry
 
 CHUNK: Final = 500  # entries in one call of the store
 LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there

@@ -15,7 +15,7 @@ from gateway.admin.operation import (
     Operation,
 )
 from gateway.admin.usage import DaysQuery, span
-from tenants.records.settings import cache_retention_s
+from tenants.records.accounts import cache_retention_s
 
 
 class CacheItem(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from gateway.admin.operation import (
 )
 from tenants.audit import SYSTEM
 from tenants.auth.errors import NotFound
-from tenants.records.plans import Plan
+from tenants.records.accounts import Plan
 
 PLANS: Final = f"{OPERATOR}/plans"
 

@@ -22,10 +22,8 @@ from gateway.commands.terminal.options import (
     split_list,
 )
 from gateway.commands.terminal.output import print_either, print_table, time_text
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Settings
 from tenants.records.limits import NO_LIMITS
-from tenants.records.plans import DEFAULT_PLAN
-from tenants.records.settings import Settings
 
 _TEACHING: Final = """\
 examples:

@@ -14,7 +14,7 @@ from gateway.commands.terminal.options import Json, OptionalCount, OptionalDurat
 from gateway.commands.terminal.output import format_amount, print_either, print_table
 from tenants.audit import SYSTEM
 from tenants.auth.errors import NotFound
-from tenants.records.plans import Plan
+from tenants.records.accounts import Plan
 
 _TEACHING: Final = """\
 examples:

@@ -9,7 +9,7 @@ from engine.protocol.types import SchedulingTerms, Scope, ScopeKind
 from gateway.errors import bad_input
 from gateway.http.exchange import Exchange
 from tenants.auth.caller import Caller
-from tenants.records.settings import cache_retention_s
+from tenants.records.accounts import cache_retention_s
 
 
 def zero_retention_of(exchange: Exchange, caller: Caller) -> bool:

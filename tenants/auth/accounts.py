@@ -19,10 +19,9 @@ from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, Conflict, NotFound, UnknownToken
 from tenants.auth.issuers import JwtVerifier
 from tenants.auth.jwt import InvalidJwt, is_jwt
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.grants import Grant
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.store.protocol import Clock, Store, StoreUnavailable
 

@@ -13,9 +13,8 @@ from typing import Final
 import msgspec
 
 from tenants.limits.caps import LimitStatus
-from tenants.records.accounts import Account
+from tenants.records.accounts import Account, Notice
 from tenants.records.holds import BUDGETS, DenialReason
-from tenants.records.notices import Notice
 from tenants.records.usage import MICRO, day_of, first_of_month
 from tenants.store.protocol import Clock, NoticeStore, StoreUnavailable
 

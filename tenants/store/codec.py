@@ -8,10 +8,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.accounts import Account
+from tenants.records.accounts import Account, Plan, Settings
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import Plan
-from tenants.records.settings import Settings
 
 
 class _AccountDocument(msgspec.Struct, frozen=True, omit_defaults=True):

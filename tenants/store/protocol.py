@@ -8,12 +8,9 @@ tests/tenants/store/test_contract.py.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
-from tenants.records.accounts import Account
-from tenants.records.audit_entry import AuditEntry
+from tenants.records.accounts import Account, AuditEntry, Notice, Plan
 from tenants.records.batches import BatchItemResult, BatchJob, BatchJobItem, BatchStatus, QueueDepth
 from tenants.records.holds import Cap, Denied, Granted, Hold
-from tenants.records.notices import Notice
-from tenants.records.plans import Plan
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import Balance, Totals, UsageRecord, UsageRow
 

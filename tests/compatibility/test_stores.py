@@ -15,12 +15,10 @@ from tenants.audit import AuditLog
 from tenants.auth.accounts import AccountService
 from tenants.auth.errors import AccountSuspended, UnknownToken
 from tenants.open import open_store
+from tenants.records.accounts import Notice, Notices, Plan, Settings
 from tenants.records.batches import BatchItemResult, BatchStatus
 from tenants.records.grants import Grant, Permission
 from tenants.records.limits import Limits
-from tenants.records.notices import Notice
-from tenants.records.plans import Plan
-from tenants.records.settings import Notices, Settings
 from tenants.records.usage import MICRO, Totals, UsageRecord, UsageRow
 from tenants.store.protocol import Store
 from tests.compatibility.conftest import FILES

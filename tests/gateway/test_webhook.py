@@ -17,10 +17,9 @@ from tenants.auth.accounts import AccountService
 from tenants.limits.caps import LimitStatus
 from tenants.limits.soft_caps import SoftCaps, notice_signer, webhook_secret
 from tenants.open import open_store
+from tenants.records.accounts import Notice, Notices, Settings
 from tenants.records.holds import DenialReason
 from tenants.records.limits import Limits
-from tenants.records.notices import Notice
-from tenants.records.settings import Notices, Settings
 from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import SECRET, looped, served
 from tests.support.waiting import holds, until

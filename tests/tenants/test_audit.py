@@ -6,7 +6,7 @@ import redis
 from msgspec import structs
 
 from tenants.audit import AuditLog
-from tenants.records.audit_entry import AuditEntry
+from tenants.records.accounts import AuditEntry
 from tenants.store.protocol import Store
 from tenants.store.sqlite.store import SqliteStore
 

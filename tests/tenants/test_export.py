@@ -12,12 +12,10 @@ from tenants.auth.accounts import AccountService
 from tenants.auth.errors import Unauthenticated
 from tenants.export import ImportCounts, InvalidExport
 from tenants.open import open_store
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan, Settings
 from tenants.records.grants import Grant, Permission
 from tenants.records.holds import Hold
 from tenants.records.limits import Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
-from tenants.records.settings import Settings
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable
 from tenants.store.sqlite.store import SqliteStore

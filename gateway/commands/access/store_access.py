@@ -19,9 +19,8 @@ from tenants.audit import AuditLog, fit_detail
 from tenants.auth.accounts import AccountService
 from tenants.auth.errors import Conflict, NotFound
 from tenants.open import open_store
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.tokens import ApiToken
 from tenants.store.protocol import Store, StoreUnavailable
 

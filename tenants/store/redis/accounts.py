@@ -6,9 +6,8 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.limits import Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import MICRO
 from tenants.store.codec import account_document, plan_document, read_account, read_plan

@@ -9,8 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.audit_entry import AuditEntry
-from tenants.records.notices import Notice
+from tenants.records.accounts import AuditEntry, Notice
 from tenants.store.protocol import (
     RETENTION_DAYS,
     AccountStore,

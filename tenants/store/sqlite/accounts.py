@@ -6,10 +6,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.grants import Grant
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.store.codec import account_document, plan_document, read_account, read_plan
 from tenants.store.sqlite.file import SqliteFile

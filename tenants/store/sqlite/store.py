@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from tenants.records.audit_entry import AuditEntry
-from tenants.records.notices import Notice
+from tenants.records.accounts import AuditEntry, Notice
 from tenants.store.protocol import AccountStore, AuditStore, BatchStore, ClaimStore, Clock, NoticeStore, QuotaStore
 from tenants.store.sqlite.accounts import SqliteAccountStore
 from tenants.store.sqlite.batches import SqliteBatchStore

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from tenants.records.accounts import Plan
 from tenants.records.grants import Permission
 from tenants.records.limits import Limits
-from tenants.records.plans import Plan
 from tests.support.admin_api import EVERYTHING, served_admin
 from tests.support.served_gateway import looped
 

@@ -9,8 +9,7 @@ import pytest
 
 from gateway.admin import audit as module
 from gateway.admin.table import OPERATIONS
-from tenants.records.audit_entry import AuditEntry
-from tenants.records.plans import Plan
+from tenants.records.accounts import AuditEntry, Plan
 from tenants.store.protocol import StoreUnavailable
 from tests.support.admin_api import OPERATOR, House, body_of, filled, served_admin
 from tests.support.served_gateway import looped

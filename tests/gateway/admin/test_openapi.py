@@ -8,8 +8,8 @@ from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from gateway.admin.table import OPERATIONS, ROUTES
 from gateway.config import ModelEntryConfig
+from tenants.records.accounts import Plan
 from tenants.records.grants import Permission
-from tenants.records.plans import Plan
 from tests.support import minilm
 from tests.support.admin_api import EVERYTHING, OPERATOR, VECTORS, House, body_of, filled, same, served_admin
 from tests.support.served_gateway import Answer, looped

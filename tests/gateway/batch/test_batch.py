@@ -16,10 +16,10 @@ from msgspec import structs
 from engine.protocol.types import RejectReason, Residency
 from gateway.batch import worker
 from gateway.config import ModelEntryConfig, PriceConfig
+from tenants.records.accounts import Settings
 from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
 from tenants.records.grants import Grant
 from tenants.records.limits import Limits
-from tenants.records.settings import Settings
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
 from tests.support.waiting import holds, until

@@ -14,9 +14,8 @@ from gateway.text.tokenizer import ModelTokenizer
 from tenants.auth.accounts import AccountService
 from tenants.auth.caller import Caller
 from tenants.open import open_store
+from tenants.records.accounts import Plan, Settings
 from tenants.records.limits import Limits
-from tenants.records.plans import Plan
-from tenants.records.settings import Settings
 from tests.support.served_gateway import SECRET, Served, looped, served
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 3}

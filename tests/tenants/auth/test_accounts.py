@@ -15,11 +15,10 @@ from tenants.auth.accounts import AccountService
 from tenants.auth.api_token import DIGITS, checksum, parse_token
 from tenants.auth.errors import AccountSuspended, MalformedToken, NotFound, Unauthenticated, UnknownToken
 from tenants.open import open_store
+from tenants.records.accounts import DEFAULT_PLAN, Settings
 from tenants.records.batches import BatchJob
 from tenants.records.grants import Grant
 from tenants.records.limits import Limits
-from tenants.records.plans import DEFAULT_PLAN
-from tenants.records.settings import Settings
 from tenants.store.protocol import Store, StoreUnavailable
 
 pytestmark = pytest.mark.anyio

@@ -8,10 +8,9 @@ import pytest
 from msgspec import structs
 
 from tenants.limits.caps import RequestSize, caps_of, limit_status, limited_subjects
-from tenants.records.accounts import Account
+from tenants.records.accounts import Account, Plan
 from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits, overlay, tighter
-from tenants.records.plans import Plan
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord, day_of, first_of_month, first_of_next_month
 from tenants.store.protocol import Store

@@ -25,8 +25,8 @@ from tenants.limits.outbox import Outbox
 from tenants.limits.quota import Quota
 from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest, Reservation
 from tenants.open import open_store
+from tenants.records.accounts import DEFAULT_PLAN
 from tenants.records.limits import Limits
-from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.usage import EXPIRED, MICRO, Totals
 from tenants.store.protocol import Store, StoreUnavailable
 from tests.support.waiting import holds, turns, until

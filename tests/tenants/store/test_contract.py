@@ -10,11 +10,10 @@ from msgspec import structs
 
 from tenants.limits.caps import RequestSize, caps_of
 from tenants.open import open_store
-from tenants.records.accounts import Account
+from tenants.records.accounts import Account, Notices, Settings
 from tenants.records.grants import Grant, Permission
 from tenants.records.holds import DenialReason, Denied, Granted, Hold
 from tenants.records.limits import NO_LIMITS, Limits
-from tenants.records.settings import Notices, Settings
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable

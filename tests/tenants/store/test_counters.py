@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from tenants.records.accounts import Account
+from tenants.records.accounts import DEFAULT_PLAN, Account, Notice, Plan
 from tenants.records.holds import Hold
 from tenants.records.limits import Limits
-from tenants.records.notices import Notice
-from tenants.records.plans import DEFAULT_PLAN, Plan
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, UsageRow
 from tenants.store.protocol import OTHER_TAGS, TAGGED_MAX, Store
 

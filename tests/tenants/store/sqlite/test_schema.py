@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tenants.limits.caps import RequestSize, caps_of
+from tenants.records.accounts import DEFAULT_PLAN
 from tenants.records.holds import Granted, Hold
 from tenants.records.limits import Limits
-from tenants.records.plans import DEFAULT_PLAN
 from tenants.records.tokens import TokenDigest
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
