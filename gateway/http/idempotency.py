@@ -8,6 +8,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -29,25 +30,25 @@ class _StoredAnswer(msgspec.Struct, frozen=True, array_like=True):
     answer: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
 class IdempotencyClaim:
     """A key that one request took: it alone answers. It ends with one of `store` and `release`."""
 
-    def __init__(self, claims: ClaimStore, account_id: str, name: str, cipher: AESGCM, request: bytes) -> None:
-        self._claims = claims
-        self._account_id = account_id
-        self._name = name
-        self._cipher = cipher
-        self._request = request
+    claims: ClaimStore
+    account_id: str
+    name: str
+    cipher: AESGCM
+    request: bytes
 
     async def store(self, answer: bytes) -> None:
         """Stores the answer for a day. Raises StoreUnavailable."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        stored = _StoredAnswer(self._request, nonce + self._cipher.encrypt(nonce, answer, self._request))
-        await self._claims.replace(self._account_id, self._name, msgspec.msgpack.encode(stored), IDEMPOTENCY_TTL_S)
+        stored = _StoredAnswer(self.request, nonce + self.cipher.encrypt(nonce, answer, self.request))
+        await self.claims.replace(self.account_id, self.name, msgspec.msgpack.encode(stored), IDEMPOTENCY_TTL_S)
 
     async def release(self) -> None:
         """Lets a later request take the key. Raises StoreUnavailable."""
-        await self._claims.replace(self._account_id, self._name, None, IDEMPOTENCY_TTL_S)
+        await self.claims.replace(self.account_id, self.name, None, IDEMPOTENCY_TTL_S)
 
 
 class IdempotencyStore:

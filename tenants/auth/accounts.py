@@ -228,9 +228,8 @@ class AccountService:
         """Removes a plan; the default one gets its first content again. Raises NotFound, and Conflict while in use."""
         users = [account.id for account in await self._store.accounts.list() if account.plan.name == name]
         if users and name != DEFAULT_PLAN.name:
-            raise Conflict(
-                f"{len(users)} accounts have the plan {name}, {users[0]} among them: give them another first"
-            )
+            text = f"{len(users)} accounts have the plan {name}, {users[0]} among them: give them another first"
+            raise Conflict(text)
         if not await self._store.accounts.remove_plan(name):
             raise NotFound(f"no plan {name!r} to remove; `hearth plans list` shows them")
 

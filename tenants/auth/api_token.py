@@ -9,8 +9,6 @@ from tenants.auth.errors import MalformedToken
 
 DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 ID_LENGTH: Final = 11
-SECRET_LENGTH: Final = 43
-CHECK_LENGTH: Final = 6
 _TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
 
 
@@ -26,13 +24,13 @@ def parse_token(text: str) -> str:
 
 def token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:
     """A new text with a new secret of `entropy`."""
-    secret = base62(int.from_bytes(entropy(32), "big"), SECRET_LENGTH)
+    secret = base62(int.from_bytes(entropy(32), "big"), 43)
     text = f"hearth_{key_id}_{secret}"
     return text + checksum(text)
 
 
 def checksum(text: str) -> str:
-    return base62(zlib.crc32(text.encode()), CHECK_LENGTH)
+    return base62(zlib.crc32(text.encode()), 6)
 
 
 def base62(number: int, length: int) -> str:

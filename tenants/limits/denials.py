@@ -13,11 +13,11 @@ class QuotaExceeded(Exception):
     `limit` is the name of the limit as in Limits, `status` what there is of it. `lasting`: no waiting makes it enough.
     """
 
-    def __init__(self, left: LimitStatus, retry_after_s: int, message: str, *, lasting: bool) -> None:
+    def __init__(self, status: LimitStatus, message: str, *, lasting: bool) -> None:
         super().__init__(message)
-        self.limit = left.measure.value
-        self.status = left
-        self.retry_after_s = retry_after_s
+        self.limit = status.measure.value
+        self.status = status
+        self.retry_after_s = status.reset_s
         self.message = message
         self.lasting = lasting
 
@@ -40,9 +40,7 @@ def denial_error(denied: Denied, caller: Caller, hold: Hold) -> Exception:
     message = _explained(denied, cap, _subject_text(denied.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
     lasting = cap.min_amount > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
-    return QuotaExceeded(
-        LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), retry_after_s, message, lasting=lasting
-    )
+    return QuotaExceeded(LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), message, lasting=lasting)
 
 
 def _subject_text(subject: str, caller: Caller) -> str:

@@ -104,9 +104,8 @@ class RedisAccountStore:
         return True
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
-        packed, revoked = await self._database.read(
-            ("HVALS", account_key(account_id, "tokens")), ("HGETALL", account_key(account_id, "revoked"))
-        )
+        hashes = ("HVALS", account_key(account_id, "tokens")), ("HGETALL", account_key(account_id, "revoked"))
+        packed, revoked = await self._database.read(*hashes)
         tokens = [_unpack_token(entry)[0] for entry in packed]
         tokens = [_with_revocation(token, revoked.get(token.id.encode())) for token in tokens]
         return sorted(tokens, key=lambda token: (token.created_at, token.id))

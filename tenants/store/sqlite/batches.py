@@ -25,6 +25,7 @@ class _ItemState(enum.IntEnum):
 
 _BATCH: Final = ", ".join(BatchJob.__struct_fields__)
 _OPEN: Final = "status IN ('queued', 'running')"
+_UNENDED: Final = f"state IN ({_ItemState.WAITING}, {_ItemState.LEASED})"
 _LEFT: Final = "items - succeeded - failed"
 _LAPSED: Final = f"""
 UPDATE batch_items SET state = {_ItemState.WAITING} WHERE state = {_ItemState.LEASED} AND until <= ?
@@ -42,8 +43,7 @@ UPDATE batch_items SET state = {_ItemState.WAITING}, tries = tries - 1
     WHERE batch_id = ? AND place = ? AND state = {_ItemState.LEASED}
 """
 _END_ITEM: Final = f"""
-UPDATE batch_items SET state = ?, result = ?, body = x''
-    WHERE batch_id = ? AND place = ? AND state IN ({_ItemState.WAITING}, {_ItemState.LEASED})
+UPDATE batch_items SET state = ?, result = ?, body = x'' WHERE batch_id = ? AND place = ? AND {_UNENDED}
 """
 _COUNT: Final = f"""
 UPDATE batches SET succeeded = succeeded + ?, failed = failed + ?, prompt_tokens = prompt_tokens + ?,
@@ -52,9 +52,7 @@ UPDATE batches SET succeeded = succeeded + ?, failed = failed + ?, prompt_tokens
 _CLOSE: Final = f"""
 UPDATE batches SET status = ?, ended_at = ?, expires_at = ? + keep_s WHERE id = ? AND account_id = ? AND {_OPEN}
 """
-_STOP_ITEMS: Final = (
-    f"DELETE FROM batch_items WHERE batch_id = ? AND state IN ({_ItemState.WAITING}, {_ItemState.LEASED})"
-)
+_STOP_ITEMS: Final = f"DELETE FROM batch_items WHERE batch_id = ? AND {_UNENDED}"
 _WAITING: Final = f"SELECT model, sum({_LEFT}), min(created_at) FROM batches WHERE {_OPEN} GROUP BY model"
 
 

@@ -83,9 +83,15 @@ class SqliteFile:
                 raise self._unavailable(error) from error
             raise
 
+    def snapshot(self, *queries: tuple[str, Any]) -> list[list[Any]]:
+        """All rows of each query, of one moment. It may take long, and so belongs into a thread. Raises
+        StoreUnavailable."""
+        with self._second_connection() as connection:
+            connection.execute("BEGIN")
+            return [connection.execute(statement, values).fetchall() for statement, values in queries]
+
     @contextmanager
-    def second_connection(self) -> Iterator[sqlite3.Connection]:
-        """Opens a connection for long reads in another thread. Raises StoreUnavailable."""
+    def _second_connection(self) -> Iterator[sqlite3.Connection]:
         try:
             with closing(sqlite3.connect(self._path, isolation_level=None)) as connection:
                 yield connection
@@ -94,7 +100,7 @@ class SqliteFile:
 
     def shorten_log(self) -> None:
         """Copies the write-ahead log into the file, which waits for the disk and so belongs into a thread."""
-        with self.second_connection() as connection:
+        with self._second_connection() as connection:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _unavailable(self, error: sqlite3.Error | OSError) -> StoreUnavailable:

@@ -1,7 +1,7 @@
 """Holds, usage records and counters in the SQLite store. schema.py says which numbers add up."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from msgspec import structs
@@ -125,9 +125,7 @@ class SqliteQuotaStore:
                 state = _HoldState(*self._run(_HOLD_STATE, key).fetchone())
             if (reason := _denial(state)) is not None:
                 return Denied(reason)
-            used = {
-                subject: self._usage_of(account_id, subject, now_us, hold.caps) for subject in record.subjects_counted
-            }
+            used = self._usage(account_id, record.subjects_counted, hold.caps, now_us)
             if state.held_day is not None:
                 after = tuple(remaining(cap, used[cap.subject], now_us) for cap in hold.caps)
                 return Granted(state.held_day, state.held or 0, after)
@@ -142,17 +140,21 @@ class SqliteQuotaStore:
     async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
         now_us = self._file.now_us()
         with self._file.transaction():
-            used = {cap.subject: self._usage_of(account_id, cap.subject, now_us, caps) for cap in caps}
+            used = self._usage(account_id, {cap.subject for cap in caps}, caps, now_us)
         return [remaining(cap, used[cap.subject], now_us) for cap in caps]
 
-    def _usage_of(self, account_id: str, subject: str, now_us: int, caps: Sequence[Cap]) -> SubjectUsage:
-        day = day_of(now_us)
-        key = {"account": account_id, "subject": subject, "day": day}
-        used = SubjectUsage(*self._run(_SUBJECT_USAGE, key).fetchone())
-        if not any(cap.subject == subject and cap.measure is DenialReason.NEURONS_PER_MONTH for cap in caps):
-            return used
-        month = (account_id, subject, first_of_month(day), day)
-        return used._replace(month=self._run(_MONTH_USAGE, month).fetchone()[0])
+    def _usage(
+        self, account_id: str, subjects: Iterable[str], caps: Sequence[Cap], now_us: int
+    ) -> dict[str, SubjectUsage]:
+        day, used = day_of(now_us), {}
+        monthly = {cap.subject for cap in caps if cap.measure is DenialReason.NEURONS_PER_MONTH}
+        for subject in subjects:
+            key = {"account": account_id, "subject": subject, "day": day}
+            used[subject] = SubjectUsage(*self._run(_SUBJECT_USAGE, key).fetchone())
+            if subject in monthly:
+                (month,) = self._run(_MONTH_USAGE, (account_id, subject, first_of_month(day), day)).fetchone()
+                used[subject] = used[subject]._replace(month=month)
+        return used
 
     def _hold(self, hold: Hold, granted: Granted, used: dict[str, SubjectUsage], now_us: int) -> None:
         record, account_id = hold.record, hold.record.account_id
@@ -217,31 +219,21 @@ class SqliteQuotaStore:
         return [UsageRecord(*row) for row in self._file.rows(select, account_id, day)]
 
     async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
-        rows = await asyncio.to_thread(self._sum_usage, account_id, first_day, last_day)
+        days = {"account": account_id, "first": first_day, "last": last_day}
+        sums = (_SUM_USAGE, {**days, "tagged_max": TAGGED_MAX, "other": OTHER_TAGS})
+        (rows,) = await asyncio.to_thread(self._file.snapshot, sums)
         return [UsageRow(*row) for row in rows]
 
-    def _sum_usage(self, account_id: str, first_day: int, last_day: int) -> list[Any]:
-        """Runs in a thread, for it may be long."""
-        days = {"account": account_id, "first": first_day, "last": last_day}
-        with self._file.second_connection() as connection:
-            return connection.execute(_SUM_USAGE, {**days, "tagged_max": TAGGED_MAX, "other": OTHER_TAGS}).fetchall()
-
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
-        return await asyncio.to_thread(self._reconcile, account_id, day, subject)
-
-    def _reconcile(self, account_id: str, day: int, subject: str) -> Balance:
-        """Runs in a thread, on one snapshot of the file."""
         counted_for = "account_id = ? AND day = ? AND (? = '' OR instr(char(10) || subjects || char(10), ?) > 0)"
         parameters = (account_id, day, subject, f"\n{subject}\n")
         ledger = f"""SELECT count(*), coalesce(sum(micro_neurons), 0), coalesce(sum(prompt_tokens), 0),
             coalesce(sum(cached_tokens), 0), coalesce(sum(completion_tokens), 0) FROM ledger WHERE {counted_for}"""
         holds = f"SELECT coalesce(sum(held), 0), count(*) FROM holds WHERE {counted_for}"
         days = f"SELECT {_DAY_COLUMNS} FROM days WHERE account_id = ? AND subject = ? AND day = ?"
-        with self._file.second_connection() as connection:
-            connection.execute("BEGIN")
-            counted = connection.execute(days, (account_id, subject, day)).fetchone()
-            used, held = (connection.execute(select, parameters).fetchone() for select in (ledger, holds))
-        return Balance(Totals(*counted) if counted else Totals(), Totals(*used, *held))
+        queries = ((days, (account_id, subject, day)), (ledger, parameters), (holds, parameters))
+        counted, (used,), (held,) = await asyncio.to_thread(self._file.snapshot, *queries)
+        return Balance(Totals(*counted[0]) if counted else Totals(), Totals(*used, *held))
 
     def settle_one(self, record: UsageRecord) -> None:
         """Settles a request inside the caller's transaction."""
