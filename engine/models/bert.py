@@ -26,7 +26,7 @@ from engine.protocol.types import Pooling
 from engine.step.encoder_layout import POOLINGS, TextBatch
 from engine.step.layout import Int32s
 
-PAD_STEP: Final = 16  # lengths up to LONG are padded to a multiple of this for attention,
+PAD_STEP: Final = 16  # lengths up to PAD_STEP_FROM are padded to a multiple of this for attention,
 PAD_STEP_FROM: Final = 128  # and longer ones to a multiple of this
 ACTIVATIONS: Final = {
     "gelu": Activation.GELU,
