@@ -103,8 +103,8 @@ class App:
 def build_app(config: Config, secret: bytes, tracer: RequestTracer | None = None, clock: Clock = time.time) -> App:
     """Builds the gateway that the config describes. Opens the store and reads the models' folders; connects to nothing.
 
-    `secret` is the server's, the same for all gateways that share a store. Raises SettingsError and what the store
-    does.
+    `secret` is the server's, the same for all gateways that share a store; `clock` is its calendar. Raises
+    SettingsError and what the store does.
     """
     tenancy = open_tenancy(config, secret, clock)
     return App(open_serving(config, tenancy, tracer), tenancy)

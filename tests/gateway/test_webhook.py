@@ -22,7 +22,7 @@ from tenants.records.holds import DenialReason
 from tenants.records.limits import Limits
 from tenants.store.protocol import StoreUnavailable
 from tests.support.served_gateway import SECRET, looped, served
-from tests.support.waiting import holds, until
+from tests.support.waiting import StoppedClock, holds, until
 
 TEN: dict[str, Any] = {"prompt": "hello", "max_tokens": 10}
 
@@ -89,30 +89,23 @@ async def test_a_part_of_a_budget_that_is_used_is_told_once_and_signed(
         assert headers["webhook-signature"] == f"v1,{expected}"
 
 
-class Clock:
-    now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def webhook(folder: Path, clock: Clock, private: bool = True) -> tuple[Any, WebhookSender]:
+def webhook(folder: Path, clock: StoppedClock, private: bool = True) -> tuple[Any, WebhookSender]:
     store = open_store(f"sqlite:{folder / 'hearth.db'}", clock)
     return store, WebhookSender(store.notices, notice_signer(SECRET), clock, private=private)
 
 
 @looped
 async def test_a_notice_is_tried_again_later_and_later_until_it_is_taken(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = StoppedClock(1_800_000_000.0)
     store, sender = webhook(tmp_path, clock)
     async with receiver() as told:
         told.answers = [b"HTTP/1.1 500 No\r\n\r\n", b"HTTP/1.1 302 Found\r\nlocation: /x\r\n\r\n", b"junk\r\n"]
-        await store.notices.add(Notice("n", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("n", "a" * 32, told.url, b"{}", clock.now_s))
         tried_at = []
         for second in range(100):
             if await sender.deliver():
                 tried_at.append(second)
-            clock.now += 1
+            clock.now_s += 1
         assert tried_at == [0, 5, 15, 35]
         assert len(told.told) == 4
         assert len({headers["webhook-id"] for headers, _ in told.told}) == 1
@@ -121,17 +114,17 @@ async def test_a_notice_is_tried_again_later_and_later_until_it_is_taken(tmp_pat
 
 @looped
 async def test_a_receiver_that_is_gone_or_never_takes_it_is_left_alone(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = StoppedClock(1_800_000_000.0)
     store, sender = webhook(tmp_path, clock)
     async with receiver() as told:
         told.answers = [b"HTTP/1.1 410 Gone\r\n\r\n"]
-        await store.notices.add(Notice("gone", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("gone", "a" * 32, told.url, b"{}", clock.now_s))
         assert await sender.deliver() == 1
         told.answers = [b"HTTP/1.1 503 No\r\n\r\n"] * 100
-        await store.notices.add(Notice("never", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("never", "a" * 32, told.url, b"{}", clock.now_s))
         for _ in range(TRIES_MAX + 5):
             await sender.deliver()
-            clock.now += 4000
+            clock.now_s += 4000
         assert len(told.told) == 1 + TRIES_MAX
     await store.close()
 
@@ -139,25 +132,25 @@ async def test_a_receiver_that_is_gone_or_never_takes_it_is_left_alone(tmp_path:
 @looped
 async def test_a_silent_receiver_delays_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.webhook.SEND_S", 0.3)
-    clock = Clock()
+    clock = StoppedClock(1_800_000_000.0)
     store, sender = webhook(tmp_path, clock)
     async with receiver() as silent, receiver() as told:
         silent.answers = [b"silence"]
-        await store.notices.add(Notice("n1", "a" * 32, silent.url, b"{}", clock.now))
-        await store.notices.add(Notice("n2", "a" * 32, told.url, b"{}", clock.now))
+        await store.notices.add(Notice("n1", "a" * 32, silent.url, b"{}", clock.now_s))
+        await store.notices.add(Notice("n2", "a" * 32, told.url, b"{}", clock.now_s))
         assert await sender.deliver() == 2
         assert len(told.told) == 1
-        assert await store.notices.claim(clock.now + 5, 0, 9) != [], "the silent one is tried again"
+        assert await store.notices.claim(clock.now_s + 5, 0, 9) != [], "the silent one is tried again"
     await store.close()
 
 
 @looped
 async def test_private_addresses_and_plain_http_are_for_the_operator_to_allow(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = StoppedClock(1_800_000_000.0)
     store, sender = webhook(tmp_path, clock, private=False)
     async with receiver() as told:
         for n, url in enumerate((told.url, told.url.replace("http:", "https:"), "https://localhost:1/")):
-            await store.notices.add(Notice(f"n{n}", "a" * 32, url, b"{}", clock.now))
+            await store.notices.add(Notice(f"n{n}", "a" * 32, url, b"{}", clock.now_s))
         assert await sender.deliver() == 3
         assert told.told == []
     await store.close()
@@ -165,7 +158,7 @@ async def test_private_addresses_and_plain_http_are_for_the_operator_to_allow(tm
 
 @looped
 async def test_a_store_that_is_away_keeps_what_is_to_be_told(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = StoppedClock(1_800_000_000.0)
     store, _ = webhook(tmp_path, clock)
     accounts = AccountService(store, SECRET, clock)
     account = await accounts.create("ann")
@@ -179,6 +172,6 @@ async def test_a_store_that_is_away_keeps_what_is_to_be_told(tmp_path: Path) -> 
         await thresholds.flush()
     store._file.run("PRAGMA query_only = 0")
     await thresholds.flush()
-    (notice,) = await store.notices.claim(clock.now, 9, 9)
+    (notice,) = await store.notices.claim(clock.now_s, 9, 9)
     assert json.loads(notice.body)["data"]["part"] == 0.8
     await store.close()

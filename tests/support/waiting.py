@@ -62,6 +62,16 @@ async def forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
+class StoppedClock:
+    """Seconds that pass as a test says."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class OffsetClock:
     """The calendar, moved on by as much as a test adds to `offset_s`."""
 

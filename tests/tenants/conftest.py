@@ -17,19 +17,17 @@ from tenants.records.limits import Limits
 from tenants.store.protocol import Store
 from tenants.store.redis import pipeline
 from tenants.store.sqlite.store import SqliteStore
+from tests.support.waiting import StoppedClock
 
 DAY_S = 86_400
 SECRET = b"the server's secret, 32 bytes up"
 
 
-class StoppedClock:
+class DayClock(StoppedClock):
     """Noon of today, until a test moves it."""
 
     def __init__(self) -> None:
-        self.now_s = float(int(time.time()) // DAY_S * DAY_S + DAY_S // 2)
-
-    def __call__(self) -> float:
-        return self.now_s
+        super().__init__(float(int(time.time()) // DAY_S * DAY_S + DAY_S // 2))
 
     @property
     def day(self) -> int:
@@ -48,8 +46,8 @@ def patient_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def clock() -> StoppedClock:
-    return StoppedClock()
+def clock() -> DayClock:
+    return DayClock()
 
 
 @pytest.fixture
@@ -70,14 +68,14 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-async def store(store_url: str, clock: StoppedClock) -> AsyncIterator[Store]:
+async def store(store_url: str, clock: DayClock) -> AsyncIterator[Store]:
     opened = open_store(store_url, clock)
     yield opened
     await opened.close()
 
 
 @pytest.fixture
-def accounts(store: Store, clock: StoppedClock) -> AccountService:
+def accounts(store: Store, clock: DayClock) -> AccountService:
     return AccountService(store, SECRET, clock)
 
 

@@ -161,13 +161,13 @@ def test_forks_outlive_the_zygote_and_programs_stand_in_for_it(tmp_path: Path) -
 def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
     """A fork's report, once there are forks again; programs start meanwhile."""
 
-    def told() -> dict[str, Any] | None:
+    def of_a_fork() -> dict[str, Any] | None:
         assert forks.ready(time.monotonic()), "nobody waits for a second zygote"
         with started(forks, "ends", folder) as process:
             line = read_line(process)
         return None if line == "a program\n" else json.loads(line)
 
-    report: dict[str, Any] = wait_for(told)
+    report: dict[str, Any] = wait_for(of_a_fork)
     return report
 
 

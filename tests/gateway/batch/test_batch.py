@@ -360,7 +360,7 @@ async def test_what_a_replica_has_no_place_for_is_tried_again(tmp_path: Path) ->
     async with served(tmp_path) as world:
         world.behaviour.reject = RejectReason.BUSY
         request_id = await submit(world, 2)
-        await until(lambda: len(world.fleet.submits) >= 4)  # each was tried twice
+        await until(lambda: len(world.fleet.submits) >= 4)  # they were tried again
         assert (await state(world, request_id))["requests"]["succeeded"] == 0
         world.behaviour.reject = None
         result = await ended(world, request_id)

@@ -7,21 +7,13 @@ import random
 import pytest
 
 from gateway.batch.concurrency import CONCURRENCY_MAX, LOOP_SHARE_MAX, ConcurrencyController
-from tests.support.waiting import forever, turns
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.waiting import StoppedClock, forever, turns
 
 
 @pytest.mark.parametrize("cost_s", [0.0001, 0.001, 0.01])
 def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
     """Each one on its way takes so much in a turn of 0.1 s."""
-    clock, pick = Clock(), random.Random(1)
+    clock, pick = StoppedClock(), random.Random(1)
     pace = ConcurrencyController(clock)
     taken_s, rounds = 0.0, 400
 
@@ -45,7 +37,7 @@ def test_as_many_are_on_their_way_as_take_their_share(cost_s: float) -> None:
 
 
 def test_waiting_is_not_counted_and_results_of_waits_arrive() -> None:
-    clock, seen = Clock(), []
+    clock, seen = StoppedClock(), []
     pace = ConcurrencyController(clock)
 
     async def work() -> None:

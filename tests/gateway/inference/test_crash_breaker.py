@@ -5,17 +5,11 @@ from gateway.inference.crash_breaker import (
     CrashBreaker,
     request_fingerprint,
 )
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.waiting import StoppedClock
 
 
 def test_two_crashes_refuse_a_request_for_a_while() -> None:
-    clock = Clock()
+    clock = StoppedClock()
     suspects = CrashBreaker(clock)
     for crashes in range(CRASHES_MAX):
         assert suspects.crashes(b"a") == crashes
@@ -23,12 +17,12 @@ def test_two_crashes_refuse_a_request_for_a_while() -> None:
         suspects.record_crash(b"a")
     assert suspects.is_open(b"a")
     assert not suspects.is_open(b"b")
-    clock.now += CRASH_MEMORY_S + 1
+    clock.now_s += CRASH_MEMORY_S + 1
     assert not suspects.is_open(b"a")
 
 
 def test_only_the_latest_are_remembered() -> None:
-    suspects = CrashBreaker(Clock())
+    suspects = CrashBreaker(StoppedClock())
     for i in range(FINGERPRINTS_MAX + 10):
         suspects.record_crash(b"%d" % i)
     assert suspects.crashes(b"9") == 0

@@ -24,7 +24,7 @@ from tenants.records.tokens import ApiToken
 from tenants.store.protocol import Store
 from tests.support.issuers import ACCOUNT, ALGORITHMS, JwksServer, World, documents, jwk, signer
 from tests.support.jwt_attacks import ATTACKS, Attack, mapped
-from tests.tenants.conftest import SECRET, StoppedClock
+from tests.tenants.conftest import SECRET, DayClock
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def server(tmp_path: Path) -> AsyncIterator[JwksServer]:
 
 
 @pytest.fixture
-def world(clock: StoppedClock, tmp_path: Path, server: JwksServer) -> World:
+def world(clock: DayClock, tmp_path: Path, server: JwksServer) -> World:
     return World(clock(), f"https://localhost:{server.port}", str(tmp_path / "ca.pem"))
 
 
@@ -59,20 +59,20 @@ async def fetching(issuers: JwtVerifier) -> AsyncIterator[JwtVerifier]:
 
 
 @pytest.fixture
-async def issuers(world: World, clock: StoppedClock) -> AsyncIterator[JwtVerifier]:
+async def issuers(world: World, clock: DayClock) -> AsyncIterator[JwtVerifier]:
     async with fetching(JwtVerifier(world.settings, clock)) as found:
         yield found
 
 
 @pytest.fixture
-async def known(store: Store, clock: StoppedClock, issuers: JwtVerifier) -> AccountService:
+async def known(store: Store, clock: DayClock, issuers: JwtVerifier) -> AccountService:
     """Accounts that take JWTs; the one that they name is there."""
     await store.accounts.add(Account(ACCOUNT, "red", Limits(), int(clock())))
     return AccountService(store, SECRET, clock, issuers=issuers)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-async def test_an_attack_is_refused_for_its_own_reason(attack: Attack, clock: StoppedClock, tmp_path: Path) -> None:
+async def test_an_attack_is_refused_for_its_own_reason(attack: Attack, clock: DayClock, tmp_path: Path) -> None:
     """With keys in files: so many tests would spend their time on shaking hands with servers."""
     world = World(clock(), "https://localhost", "")
     async with fetching(JwtVerifier([filed(issuer, tmp_path) for issuer in world.settings], clock)) as issuers:
@@ -195,7 +195,7 @@ async def test_a_token_id_is_short_and_one_subjects_alone(
     assert token_id != (await issuers.verify(world.jwt(sub=token_id.rpartition(":")[2][:54] + "x"))).id
 
 
-async def test_a_jwt_ends_when_it_expires(world: World, known: AccountService, clock: StoppedClock) -> None:
+async def test_a_jwt_ends_when_it_expires(world: World, known: AccountService, clock: DayClock) -> None:
     text = world.jwt(exp=world.now + 1.2)
     await known.verify(text)
     clock.now_s += 0.9
@@ -205,9 +205,7 @@ async def test_a_jwt_ends_when_it_expires(world: World, known: AccountService, c
         await known.verify(text)
 
 
-async def test_what_was_proven_once_expires_all_the_same(
-    world: World, issuers: JwtVerifier, clock: StoppedClock
-) -> None:
+async def test_what_was_proven_once_expires_all_the_same(world: World, issuers: JwtVerifier, clock: DayClock) -> None:
     text = world.jwt(exp=world.now + 60)
     assert await issuers.verify(text)
     clock.now_s += 60
@@ -216,7 +214,7 @@ async def test_what_was_proven_once_expires_all_the_same(
 
 
 async def test_a_jwt_costs_one_hash_while_it_is_trusted(
-    world: World, known: AccountService, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
+    world: World, known: AccountService, clock: DayClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = world.jwt()
     caller = await known.verify(text)
@@ -226,7 +224,7 @@ async def test_a_jwt_costs_one_hash_while_it_is_trusted(
 
 
 async def test_a_signature_is_computed_once_as_long_as_its_key_stays(
-    world: World, server: JwksServer, known: AccountService, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
+    world: World, server: JwksServer, known: AccountService, clock: DayClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, proven = world.jwt(), []
     real = module.read_jwt
@@ -253,7 +251,7 @@ async def test_no_more_signatures_are_remembered_than_there_is_room_for(
 
 
 async def test_an_account_is_asked_for_again_within_a_second(
-    world: World, store: Store, known: AccountService, clock: StoppedClock, monkeypatch: pytest.MonkeyPatch
+    world: World, store: Store, known: AccountService, clock: DayClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = world.jwt()
     red = (await known.verify(text)).account
@@ -269,7 +267,7 @@ async def test_an_account_is_asked_for_again_within_a_second(
 
 
 async def test_keys_that_were_never_fetched_are_no_refusal(
-    world: World, server: JwksServer, store: Store, clock: StoppedClock
+    world: World, server: JwksServer, store: Store, clock: DayClock
 ) -> None:
     server.status = "500 Sorry"
     async with fetching(JwtVerifier(world.settings, clock)) as issuers:
@@ -281,7 +279,7 @@ async def test_keys_that_were_never_fetched_are_no_refusal(
 
 
 async def test_what_a_jwt_runs_is_reserved_and_recorded(
-    world: World, known: AccountService, store: Store, clock: StoppedClock, tmp_path: Path
+    world: World, known: AccountService, store: Store, clock: DayClock, tmp_path: Path
 ) -> None:
     """Its token id is in no table of the store."""
     quota = Quota(store.quotas, tmp_path / "outbox", clock)
@@ -295,7 +293,7 @@ async def test_what_a_jwt_runs_is_reserved_and_recorded(
 
 
 async def test_a_suspended_account_is_suspended_for_its_jwts(
-    world: World, known: AccountService, clock: StoppedClock
+    world: World, known: AccountService, clock: DayClock
 ) -> None:
     await known.verify(world.jwt())
     await known.suspend(ACCOUNT)
@@ -375,7 +373,7 @@ def test_http_is_for_loopback(url: str) -> None:
     assert msgspec.convert(settings(jwks_url=url), Issuer).jwks_url == url
 
 
-async def test_keys_may_be_given_in_a_file(world: World, clock: StoppedClock, tmp_path: Path) -> None:
+async def test_keys_may_be_given_in_a_file(world: World, clock: DayClock, tmp_path: Path) -> None:
     async with fetching(JwtVerifier([filed(world.settings[0], tmp_path)], clock)) as issuers:
         proof = await issuers.verify(world.jwt())
     assert proof == ApiToken("jwt:eddsa:ann", ACCOUNT, "jwt:eddsa:ann", world.now - 10, world.now + 600)
