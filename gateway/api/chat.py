@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat completion bodies to a Prompt, and a completion to `chat.completion` or its chunks.
+"""Chat completions, OpenAI's and those of `/ai/run`: bodies to a Prompt, a completion to `chat.completion` or chunks.
 
 It does not know accounts, replicas or sockets.
 """

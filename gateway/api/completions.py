@@ -6,7 +6,6 @@ It does not know accounts, replicas or sockets.
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
-from statistics import fmean
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -171,17 +170,22 @@ class CompletionsReply:
 
 def _likelihood(completion: Completion) -> float:
     """The mean log probability of its tokens."""
-    return fmean(token.logprob for token in completion.logprobs) if completion.logprobs else 0.0
+    scored = completion.logprobs or []
+    return sum(token.logprob for token in scored) / len(scored) if scored else 0.0
 
 
 def _scored(chosen: list[ScoredToken], offset: int) -> dict[str, Any]:
     """Columns, one entry for each token; `offset` is where the first stands in the text."""
     tokens = [scored.token for scored in chosen]
-    top = [{**{other.token: other.logprob for other in scored.top}, scored.token: scored.logprob} for scored in chosen]
+    top = None
+    if any(scored.top for scored in chosen):
+        top = [
+            {**{other.token: other.logprob for other in scored.top}, scored.token: scored.logprob} for scored in chosen
+        ]
     return {
         "tokens": tokens,
         "token_logprobs": [scored.logprob for scored in chosen],
-        "top_logprobs": top if any(scored.top for scored in chosen) else None,
+        "top_logprobs": top,
         "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
     }
 

@@ -175,9 +175,11 @@ def test_what_a_format_cannot_hold_to_is_refused_with_the_tools_name() -> None:
     patterned = tool("sized", {"type": "object", "properties": {"x": {"type": "string", "pattern": "^a"}}})
     either = tool("either", {"type": "object", "anyOf": [{"required": ["x"]}, {"required": ["y"]}]})
     spaced = tool("spaced", {"type": "object", "properties": {"a)b": {"type": "integer"}}})
+    nameless = tool("nameless", {"type": "object", "properties": {"": {"type": "integer"}}})
     array = tool("array", {"type": "array"})
     for format, one in [
         *(("qwen_coder", patterned), ("qwen_coder", either), ("pythonic", either), ("pythonic", spaced)),
+        *(("qwen_coder", nameless), ("pythonic", nameless)),
         *((name, array) for name in FORMAT_NAMES),
     ]:
         with pytest.raises(ApiError) as refused:
