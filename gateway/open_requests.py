@@ -62,5 +62,6 @@ class OpenRequests:
                     ended = await self._authenticator.has_ended(credential)
                 except StoreUnavailable:
                     break
-                for exchange in [of for of, used in self._credentials.items() if ended and used == credential]:
-                    exchange.interrupt(errors.token_ended())
+                for exchange, used in list(self._credentials.items()):
+                    if ended and used == credential:
+                        exchange.interrupt(errors.token_ended())

@@ -173,9 +173,8 @@ class BatchWorker:
         except StoreUnavailable as problem:
             self._context.store_health.mark_down(problem)  # its lease runs out, and a gateway claims it again
         except Exception as error:  # a bug ends no other request: the lease runs out, and this one is tried again
-            log.error(
-                "batch_item_failed", extra={"fields": {"request": item.request_id, "error": type(error).__name__}}
-            )
+            fields = {"request": item.request_id, "error": type(error).__name__}
+            log.error("batch_item_failed", extra={"fields": fields})
         self.running[model.name] -= 1
         del self._claimed[item.request_id]
         self._arrived.set()

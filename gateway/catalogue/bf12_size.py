@@ -45,7 +45,7 @@ def read_bf12_size(folder: Path) -> Bf12Size | None:
             if metadata_text is None:  # a file that stayed as it was beside compressed ones
                 stored, original = stored + size, original + size
                 continue
-            metadata = msgspec.json.decode(metadata_text, type=_Notes)
+            metadata = msgspec.json.decode(metadata_text, type=_Metadata)
             shapes = {
                 name: math.prod(entry["shape"])
                 for name, entry in msgspec.json.decode(metadata.original.header).items()
@@ -63,7 +63,7 @@ class _Original(msgspec.Struct):
     bytes: int
 
 
-class _Notes(msgspec.Struct):
+class _Metadata(msgspec.Struct):
     level: int
     original: _Original
     codes: dict[str, object]

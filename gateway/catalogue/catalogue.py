@@ -88,10 +88,6 @@ class Model:
         return self.price.times(self.settings.price.batch)
 
     @property
-    def stop_ids(self) -> list[int]:
-        return self.tokenizer.stop_ids
-
-    @property
     def function_calling(self) -> bool:
         return self.tool_format is not None and self.tokenizer.supports_tools
 
@@ -110,9 +106,6 @@ class Catalogue:
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
-
-    def __len__(self) -> int:
-        return len(self._models)
 
 
 def open_catalogue(config: Config) -> Catalogue:

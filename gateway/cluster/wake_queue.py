@@ -79,9 +79,8 @@ class WakeQueue:
         """The demand that a machine must know now."""
         if waiting := self._waiting.get(model):
             left_s = min(waiter.deadline for waiter in waiting) - asyncio.get_running_loop().time()
-            return ModelDemand(
-                model, len(waiting), max(waiter.weight for waiter in waiting), max(1, int(1000 * left_s))
-            )
+            weight = max(waiter.weight for waiter in waiting)
+            return ModelDemand(model, len(waiting), weight, max(1, int(1000 * left_s)))
         requests, weight = self._batch_demand.get(model, (0, 1.0))
         return ModelDemand(model, requests, weight, QUEUED_PATIENCE_MS if requests else 0)
 

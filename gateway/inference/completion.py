@@ -62,8 +62,8 @@ class CompletionBuilder:
     def __init__(self, model: Model, prompt: Prompt, opened: bool) -> None:
         """`opened`: the prompt ends within a thought."""
         self._text = model.tokenizer
-        self._parser, shown = _parser(model, prompt, opened)
-        self._decoder: Detokenizer = model.tokenizer.detokenizer(prompt.stop, shown)
+        self._parser, markers = _parser(model, prompt, opened)
+        self._decoder: Detokenizer = model.tokenizer.detokenizer(prompt.stop, markers)
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
@@ -216,12 +216,12 @@ def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
 
 def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[OutputParser | None, frozenset[str]]:
     """The parser of the parts, and the control tokens that it must see; None where all is text."""
-    parser, shown = None, frozenset[str]()
+    parser, markers = None, frozenset[str]()
     if prompt.tools and model.tool_format is not None:
-        parser, shown = model.tool_format.parser(prompt.tools, prompt.tool_choice), model.tool_format.markers
+        parser, markers = model.tool_format.parser(prompt.tools, prompt.tool_choice), model.tool_format.markers
     if reasoning_enabled(model, prompt):
-        return ReasoningParser(parser or PlainTextParser(), opened), shown | MARKERS
-    return parser, shown
+        return ReasoningParser(parser or PlainTextParser(), opened), markers | MARKERS
+    return parser, markers
 
 
 def _scored(text: ModelTokenizer, token: int, scored: TokenLogprobs) -> ScoredToken:

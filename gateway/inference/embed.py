@@ -146,9 +146,8 @@ class EmbeddingWork(Work):
         """The sequences that replicas have begun with count."""
         started = {index: stream.started for index, stream in self._streams.items()}
         cached = self._cached | {index: start.cached_tokens for index, start in started.items() if start is not None}
-        return CallUsage(
-            prompt_tokens=sum(len(self._sequences[index]) for index in cached), cached_tokens=sum(cached.values())
-        )
+        prompt_tokens = sum(len(self._sequences[index]) for index in cached)
+        return CallUsage(prompt_tokens=prompt_tokens, cached_tokens=sum(cached.values()))
 
     def cancel(self) -> None:
         for stream in self._streams.values():

@@ -69,7 +69,7 @@ class TextGeneration(Work):
             scope=scope_of(call.caller, prompt.user, call.zero_retention),
             sampling=prompt.sampling,
             max_tokens=min(max_tokens, affordable),
-            stop_ids=model.stop_ids,
+            stop_ids=model.tokenizer.stop_ids,
             n=prompt.n,
             traceparent=call.span.traceparent,
             terms=terms_of(call.caller, call.zero_retention, background=call.options.background),

@@ -23,10 +23,7 @@ def headers(limits: Iterable[LimitStatus]) -> list[Header]:
         states.append(f'"{name}";r={int(left.remaining)}{reset}')
     if not policies:
         return []
-    return [
-        (b"ratelimit-policy", ", ".join(policies).encode()),
-        (b"ratelimit", ", ".join(states).encode()),
-    ]
+    return [(b"ratelimit-policy", ", ".join(policies).encode()), (b"ratelimit", ", ".join(states).encode())]
 
 
 def fields(limits: Iterable[LimitStatus]) -> dict[str, Any]:

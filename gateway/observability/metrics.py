@@ -119,11 +119,7 @@ class Metrics:
 
     def operator_text(self) -> bytes:
         """The public part and the operator's."""
-        return (
-            generate_latest(self.registry)
-            + generate_latest(self.operator_registry)
-            + _accounts_text(self.account_usage)
-        )
+        return self.public_text() + generate_latest(self.operator_registry) + _accounts_text(self.account_usage)
 
     def _capped(self, outcome: str) -> str:
         if outcome not in self._outcomes and len(self._outcomes) >= OUTCOMES_MAX:
@@ -143,11 +139,10 @@ class _Source(Collector):
 
 
 _Kind = type[Counters] | type[Gauges]
+_Samples = Iterable[tuple[Sequence[str], float]]  # values of the labels, and the number
 
 
-def _family(
-    kind: _Kind, name: str, title: str, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]
-) -> Metric:
+def _family(kind: _Kind, name: str, title: str, labels: Sequence[str], samples: _Samples) -> Metric:
     family = kind(name, title, labels=labels)
     for values, number in samples:
         family.add_metric(values, number)
@@ -240,10 +235,7 @@ def _queues(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
     )
     title = "Requests that found no place in the queue"
     yield _family(Counters, "hearth_replica_turned_away", title, ["model", "why"], rejected)
-    for name, title in (
-        ("preemptions", "Sequences that gave way"),
-        ("stale_pages", "KV pages found changed, unread"),
-    ):
+    for name, title in (("preemptions", "Sequences that gave way"), ("stale_pages", "KV pages found changed, unread")):
         counts = {model: counted[name] for model, counted in sums.items()}
         yield _by_model(Counters, f"hearth_replica_{name}", title, counts)
 

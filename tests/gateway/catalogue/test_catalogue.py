@@ -69,7 +69,7 @@ def test_settings_change_known_models_and_add_others(tmp_path: Path) -> None:
 def test_a_model_can_be_left_out(tmp_path: Path) -> None:
     config = _config(tmp_path, f'[[models]]\nname = "{BUILT_IN}"\nserve = false')
     assert model_entries(config) == []
-    assert len(open_catalogue(config)) == 0
+    assert list(open_catalogue(config)) == []
 
 
 def test_a_broken_folder_leaves_out_its_model_alone_and_says_why(tmp_path: Path) -> None:
