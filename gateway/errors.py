@@ -87,14 +87,9 @@ def deprecated(name: str, ended_on: date) -> ApiError:
     return ApiError(410, 5028, message, kind="model_deprecated", param="model")
 
 
-def never_fits(message: str) -> ApiError:
-    """A limit that the replica knows and the catalogue does not."""
-    return ApiError(400, 3030, f"AiError: Sequence too long: {message}", kind="context_length_exceeded")
-
-
-def too_long(prompt_tokens: int, context_tokens: int) -> ApiError:
-    message = f"AiError: Sequence too long: {prompt_tokens} > {context_tokens}; shorten the prompt"
-    return ApiError(400, 3030, message, kind="context_length_exceeded")
+def too_long(problem: str) -> ApiError:
+    """A prompt over a limit that the catalogue knows, or only the replica."""
+    return ApiError(400, 3030, f"AiError: Sequence too long: {problem}", kind="context_length_exceeded")
 
 
 def wrong_task(name: str, task: str) -> ApiError:

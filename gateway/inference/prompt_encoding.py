@@ -32,7 +32,7 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
     token_chars = model.tokenizer.token_bytes_max
     context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
     if token_chars is not None and prompt.length > context_tokens * token_chars:
-        raise errors.too_long(prompt.length // token_chars, context_tokens)
+        raise errors.too_long(f"{prompt.length // token_chars} > {context_tokens}; shorten the prompt")
     private = call.zero_retention
     return await context.account_locks.run_in_thread(
         call.caller.account.id, lambda: _encode(model, prompt, spread=not private), fresh=private
@@ -80,7 +80,7 @@ def check_prompt_fits(context: InferenceContext, model: Model, prompt: Prompt, p
     hello = context.fleet.hello(model.name)
     vocabulary = model.vocabulary if hello is None else hello.vocabulary
     if prompt_tokens >= context_tokens:
-        raise errors.too_long(prompt_tokens, context_tokens)
+        raise errors.too_long(f"{prompt_tokens} > {context_tokens}; shorten the prompt")
     if not prompt_tokens:
         raise errors.bad_input("the prompt is empty; send some text", "prompt")
     if prompt.ids is not None and max(prompt.ids) >= vocabulary:

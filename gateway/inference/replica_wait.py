@@ -74,7 +74,7 @@ def error_of_rejection(call: InferenceCall, rejected: ReplicaRejected) -> ApiErr
     """What the caller is told where a replica did not take the order, or not in time: it may be one that wakes."""
     match rejected.reason:
         case RejectReason.TOO_LONG:
-            return errors.never_fits(rejected.message)
+            return errors.too_long(rejected.message)
         case RejectReason.INVALID:
             log.error("a replica refused a frame of ours: %s", rejected.message)
             return errors.internal()

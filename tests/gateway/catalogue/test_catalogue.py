@@ -27,7 +27,7 @@ def test_the_built_in_model_is_there_without_settings(tmp_path: Path) -> None:
     assert model is not None
     assert model.context_tokens == 8192
     assert model.function_calling
-    assert model.stop_ids
+    assert model.tokenizer.stop_ids
     assert model.price.output > model.price.input > model.price.cached_input > 0
 
 
