@@ -333,7 +333,7 @@ BOUNDS: Final = {
     "stubs": 0,
     "forwarders": 10,
     "openings": 0,
-    "sleeps": 128,
+    "sleeps": 127,
     "settings": 105,
     "dependencies": 25,
     "extras": 24,

@@ -205,6 +205,7 @@ from tests.engine.host.test_forkserver import spec_of, told, warm
 forks = ForkserverLauncher(["tests.support.zygote_spy"], SubprocessLauncher(lambda spec: []), time.monotonic)
 warm(forks)
 print(forks.zygote, told(forks.start(spec_of("stays", Path(sys.argv[1])), {}))["pid"], flush=True)
+signal.alarm(60)
 signal.pause()
 """
 

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parent.parent.parent.parent
 OWNER = """
 import signal, sys
 from engine.process.supervised import start_child
-command = [sys.executable, "-c", "import signal; print('alive', flush=True); signal.pause()"]
+command = [sys.executable, "-c", "import signal; print('alive', flush=True); signal.alarm(60); signal.pause()"]
 print(start_child(command, death=signal.Signals[sys.argv[1]]).pid, flush=True)
+signal.alarm(60)
 signal.pause()
 """
 

@@ -758,7 +758,8 @@ def test_replica_dies_with_its_parent(tmp_path: Path) -> None:
     replica = Stamped(tmp_path, Temper(step_ms=5))
     command = replica.command(Temper(step_ms=5))
     replica.stop()
-    program = f"import subprocess, time; print(subprocess.Popen({command!r}).pid, flush=True); time.sleep(600)"
+    wait = "signal.alarm(60); signal.pause()"
+    program = f"import signal, subprocess; print(subprocess.Popen({command!r}).pid, flush=True); {wait}"
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())

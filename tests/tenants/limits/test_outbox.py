@@ -52,7 +52,7 @@ def test_a_killed_process_leaves_its_lines(tmp_path: Path) -> None:
         "import signal, sys; from pathlib import Path; from tenants.limits.outbox import Outbox\n"
         "from tenants.records.usage import UsageRecord\n"
         "Outbox(Path(sys.argv[1])).append([UsageRecord('a', 'r', 1, 2, 3, 4, 5, 'done', 'k', 'm', 6, 7.0)])\n"
-        "print('written', flush=True); signal.pause()"
+        "print('written', flush=True); signal.alarm(60); signal.pause()"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path.cwd())
     assert process.stdout is not None

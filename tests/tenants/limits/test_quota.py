@@ -527,6 +527,7 @@ async def main(url, outbox, text):
     quota.settle(ends[3], CallUsage(40, 0, 8, "done"))
     quota.checkpoint(ends[1], CallUsage(40, 0, 9))
     print("ready", flush=True)
+    signal.alarm(60)
     signal.pause()
 
 asyncio.run(main(*sys.argv[1:]))
