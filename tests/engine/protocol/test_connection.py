@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.protocol.connection import PeerChannel, listen
-from engine.protocol.frames import Cancel, Frame, encode_frame
+from engine.protocol.frames import Cancel, Frame, FrameError, encode_frame
 
 
 class Ends:
@@ -100,3 +100,18 @@ def test_a_peer_that_does_not_read_is_lost_once_too_much_is_kept_for_it() -> Non
     assert "unread" in ends.lost[0]
     assert not ends.selector.get_map()
     ends.channel.send_encoded(b"late")
+
+
+def test_a_peer_that_is_lost_while_it_is_answered_is_lost_once() -> None:
+    ours, peer = socket.socketpair()
+    selector, lost = selectors.DefaultSelector(), list[str]()
+
+    def refuse(frame: Frame) -> None:
+        channel.lose("answered")
+        raise FrameError("and refused")
+
+    channel = PeerChannel(selector, ours, 1 << 16, 1 << 16, refuse, lost.append)
+    peer.sendall(encode_frame(Cancel([1])))
+    for key, _ in selector.select(5):
+        key.data()
+    assert (lost, channel.closed) == (["answered"], True)
