@@ -1,6 +1,7 @@
 """Turns a Submit into sequences, or refuses it with a reason. It knows no pool and no turn."""
 
 import math
+import sys
 from array import array
 from dataclasses import dataclass
 from typing import Final
@@ -17,10 +18,10 @@ CHOICES_MAX: Final = 128
 STOP_IDS_MAX: Final = 64
 BIASES_MAX: Final = 300
 SCOPE_BYTES: Final = 16
-WEIGHT_RANGE: Final = (0.001, 1000.0)
 UNLIMITED_SHARE: Final = CacheShare()
 _SEEDS: Final = 1 << 63
 _IDS: Final = 1 << 62
+_FINITE: Final = sys.float_info.max
 
 
 class SubmitRejected(Exception):
@@ -121,10 +122,9 @@ class RequestValidator:
         if not submit.tokens or len(submit.tokens) % 4:
             raise _invalid("tokens must be packed u32, at least one")
         for name, value, low, high in _ranges(submit):
-            if value is not None and not (low <= value <= high and value < math.inf):
-                raise _invalid(
-                    f"{name} must be " + (f"{low:g} to {high:g}" if high < math.inf else f"at least {low:g}")
-                )
+            if value is not None and not low <= value <= high:
+                bounds = f"at least {low:g}" if high == _FINITE else f"{low:g} to {high:g}"
+                raise _invalid(f"{name} must be {bounds}")
         for name, key in (("id", submit.scope.id), ("account", submit.scope.account)):
             if len(key) not in (0, SCOPE_BYTES):
                 raise _invalid(f"scope.{name} must have {SCOPE_BYTES} bytes or none")
@@ -146,15 +146,15 @@ def _ranges(submit: Submit) -> tuple[tuple[str, float | None, float, float], ...
     return (
         ("id", submit.id, 0, _IDS - 1),
         ("n", submit.n, 1, CHOICES_MAX),
-        ("max_tokens", submit.max_tokens, 1, math.inf),
+        ("max_tokens", submit.max_tokens, 1, _FINITE),
         ("the number of stop_ids", len(submit.stop_ids), 0, STOP_IDS_MAX),
-        ("deadline_ms", submit.deadline_ms, 0, math.inf),
-        ("weight", terms.weight, *WEIGHT_RANGE),
-        ("sequences", terms.sequences, 1, math.inf),
-        ("blocks", terms.blocks, 1, math.inf),
-        ("floor_blocks", terms.floor_blocks, 0, math.inf),
-        ("cap_blocks", terms.cap_blocks, 0, math.inf),
-        ("keep_s", terms.keep_s, 0, math.inf),
+        ("deadline_ms", submit.deadline_ms, 0, _FINITE),
+        ("weight", terms.weight, 0.001, 1000.0),
+        ("sequences", terms.sequences, 1, _FINITE),
+        ("blocks", terms.blocks, 1, _FINITE),
+        ("floor_blocks", terms.floor_blocks, 0, _FINITE),
+        ("cap_blocks", terms.cap_blocks, 0, _FINITE),
+        ("keep_s", terms.keep_s, 0, _FINITE),
         ("temperature", sampling.temperature, 0, 1e4),
         ("top_k", sampling.top_k, 0, 2**31 - 1),
         ("top_p", sampling.top_p, 0, 1),
