@@ -78,7 +78,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     user: ShortText | None = None
 
 
-def sampling_prompt(
+def prompt_sampling(
     body: SamplingFields,
     drawn_seed: int,
     *,
@@ -105,19 +105,19 @@ def sampling_prompt(
         logprobs=logprobs,
     )
     return {
-        **constraint_prompt(constraint),
+        **prompt_constraint(constraint),
         "sampling": sampling,
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
         "user": body.user,
     }
 
 
-def constraint_prompt(constraint: ResponseConstraint) -> dict[str, Any]:
+def prompt_constraint(constraint: ResponseConstraint) -> dict[str, Any]:
     """The fields of a Prompt whose answer is held to this."""
     return {"grammar": constraint.grammar, "grammar_field": constraint.field, "json": constraint.json}
 
 
-def stream_prompt(stream: bool | None, options: StreamOptions | None) -> dict[str, Any]:
+def prompt_stream(stream: bool | None, options: StreamOptions | None) -> dict[str, Any]:
     """The fields of a Prompt whose answer is streamed, or not. Raises ApiError."""
     if options is not None and not stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")

@@ -23,17 +23,17 @@ from gateway.api.body_fields import (
     check_same_model,
     max_tokens_of,
     only,
+    prompt_sampling,
+    prompt_stream,
     refuse_field,
     refuse_unless,
-    sampling_prompt,
-    stream_prompt,
     template_options,
 )
 from gateway.api.chunks import ChunkWriter, scored_token
 from gateway.api.completions import CompletionsReply
 from gateway.api.dialect import GenerationRequest
 from gateway.api.message_fields import Messages, chat_messages, refuse_lora, run_messages
-from gateway.api.tool_fields import ToolChoiceField, Tools, tool_prompt
+from gateway.api.tool_fields import ToolChoiceField, Tools, prompt_tools
 from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
@@ -113,7 +113,7 @@ def chat_prompt(
 ) -> Prompt:
     """What the fields ask for of the messages, or of the text. Raises ApiError."""
     _refuse_unserved(body)
-    stream = stream_prompt(body.stream, body.stream_options)
+    stream = prompt_stream(body.stream, body.stream_options)
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
     return Prompt(
@@ -125,8 +125,8 @@ def chat_prompt(
         n=body.n or 1,
         options=options,
         **stream,
-        **tool_prompt(body.tools, body.tool_choice, body.parallel_tool_calls),
-        **sampling_prompt(
+        **prompt_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        **prompt_sampling(
             body,
             drawn_seed,
             temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,

@@ -18,9 +18,9 @@ from gateway.api.body_fields import (
     ShortText,
     StreamOptions,
     TokenId,
+    prompt_sampling,
+    prompt_stream,
     refuse_field,
-    sampling_prompt,
-    stream_prompt,
 )
 from gateway.api.chunks import ChunkWriter
 from gateway.api.dialect import GenerationRequest
@@ -59,7 +59,7 @@ _decoder: Final = msgspec.json.Decoder(CompletionsBody)
 def completions_prompt(body: CompletionsBody, drawn_seed: int) -> Prompt:
     """What a completion asks for. Raises ApiError."""
     refuse_field("suffix", body.suffix or None, "put what is before it into 'prompt', and leave it out")
-    stream = stream_prompt(body.stream, body.stream_options)
+    stream = prompt_stream(body.stream, body.stream_options)
     text, ids = _single_prompt(body.prompt)
     n = body.n or 1
     drawn = _drawn_choices(body, n)
@@ -72,7 +72,7 @@ def completions_prompt(body: CompletionsBody, drawn_seed: int) -> Prompt:
         max_tokens=body.max_tokens or MAX_TOKENS_DEFAULT,
         n=drawn,
         **stream,
-        **sampling_prompt(
+        **prompt_sampling(
             body,
             drawn_seed,
             temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,

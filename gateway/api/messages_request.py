@@ -20,7 +20,7 @@ from gateway.api.body_fields import (
     ShortText,
     StopString,
     TopK,
-    constraint_prompt,
+    prompt_constraint,
     refuse_field,
     refuse_unless,
     template_options,
@@ -34,7 +34,7 @@ from gateway.api.tool_fields import (
     Function,
     ToolChoiceField,
     ToolName,
-    tool_prompt,
+    prompt_tools,
 )
 from gateway.api.tool_fields import Tool as AnyTool
 from gateway.errors import bad_input, no_threads
@@ -232,8 +232,8 @@ def messages_prompt(body: CountTokensBody) -> Prompt:
         messages=messages,
         template_options=options,
         field_names=FIELD_NAMES,
-        **constraint_prompt(constraint),
-        **tool_prompt(tools, _choice(choice), choice is None or not choice.disable_parallel_tool_use),
+        **prompt_constraint(constraint),
+        **prompt_tools(tools, _choice(choice), choice is None or not choice.disable_parallel_tool_use),
     )
 
 

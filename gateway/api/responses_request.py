@@ -19,7 +19,7 @@ from gateway.api.body_fields import (
     Probability,
     ReasoningEffort,
     ShortText,
-    constraint_prompt,
+    prompt_constraint,
     refuse_field,
     refuse_unless,
     template_options,
@@ -35,7 +35,7 @@ from gateway.api.tool_fields import (
     Function,
     ToolChoiceField,
     ToolName,
-    tool_prompt,
+    prompt_tools,
 )
 from gateway.api.tool_fields import Tool as AnyTool
 from gateway.errors import bad_input
@@ -303,8 +303,8 @@ def responses_prompt(body: ResponsesFields) -> Prompt:
         messages=messages,
         template_options=options,
         field_names=FIELD_NAMES,
-        **constraint_prompt(constraint),
-        **tool_prompt(tools, _choice(body.tool_choice), body.parallel_tool_calls),
+        **prompt_constraint(constraint),
+        **prompt_tools(tools, _choice(body.tool_choice), body.parallel_tool_calls),
     )
 
 

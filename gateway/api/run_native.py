@@ -19,14 +19,14 @@ from gateway.api.body_fields import (
     check_same_model,
     max_tokens_of,
     only,
+    prompt_sampling,
     refuse_field,
     refuse_unless,
-    sampling_prompt,
     template_options,
 )
 from gateway.api.dialect import GenerationRequest
 from gateway.api.message_fields import Messages, refuse_lora, run_messages
-from gateway.api.tool_fields import ToolChoiceField, Tools, tool_prompt
+from gateway.api.tool_fields import ToolChoiceField, Tools, prompt_tools
 from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import envelope
@@ -82,8 +82,8 @@ def native_prompt(body: RunNativeBody, drawn_seed: int) -> Prompt:
         stream=bool(body.stream),
         include_usage=True,
         options=body.options,
-        **tool_prompt(body.tools, body.tool_choice, body.parallel_tool_calls),
-        **sampling_prompt(
+        **prompt_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
+        **prompt_sampling(
             body,
             drawn_seed,
             temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,

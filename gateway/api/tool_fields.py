@@ -107,7 +107,7 @@ def _name_in(tools: list[dict[str, Any]], choice: ChosenTool | AllowedTool, plac
     return name
 
 
-def tool_prompt(tools: Sequence[Tool] | None, choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:
+def prompt_tools(tools: Sequence[Tool] | None, choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:
     """The fields of a Prompt with these tools. `parallel` False allows one call in an answer. Raises ApiError."""
     definitions, selection = select_tools(tool_definitions(tools), choice)
     return {

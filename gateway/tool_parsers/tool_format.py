@@ -28,7 +28,7 @@ class CallDelimiters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls of tools, which are dictionaries in OpenAI's shape, as chat templates have.
+    """How a family of models writes calls of tools, which are dictionaries in OpenAI's shape.
 
     `markers` are the spellings that `read` looks for: a decoder must show them even where they are control tokens.
     `read` takes the functions that may be called, by name. `write` gives the Lark rule of this name, and those that it
