@@ -44,7 +44,8 @@ class App:
             serving.batches.arrived,
         )
         context.metrics.watch_batches(self._batches, endpoint.calendar)
-        authenticator = Authenticator(tenancy.accounts, context.store_health.mark_down)
+        outage = context.store_health.mark_down
+        authenticator = Authenticator.of(tenancy.accounts, outage, context.limits, context.clock)
         self._requests = OpenRequests(authenticator, context.limits.requests, context.metrics.open_requests.set)
         server = ExchangeServer.of(context.limits, context.clock, context.metrics.count_answer)
         readiness = Readiness(context.fleet, tenancy.store, context.limits.wait_s, lambda: self.draining)

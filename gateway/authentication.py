@@ -1,17 +1,22 @@
 """Authenticates callers: a request's credential against accounts, permissions and networks. It serves nothing."""
 
+import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gateway import errors
+from gateway.config import ServerConfig
+from gateway.errors import ApiError
+from gateway.http.client_address import address_group
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Handler
 from tenants.auth.accounts import AccountService
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, MalformedToken, Unauthenticated
 from tenants.auth.issuers import IssuerUnavailable
+from tenants.limits.local_rate import LocalRate
 from tenants.records.grants import Permission
 from tenants.store.protocol import StoreUnavailable
 
@@ -23,10 +28,26 @@ CallerHandler = Callable[[Exchange, Caller], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Authenticator:
-    """Verifies callers with the accounts; `on_outage` gets the problem when their store does not answer."""
+    """Verifies callers with the accounts; `on_outage` gets the problem when their store does not answer.
+
+    `failures` counts credentials that opened nothing, by the address that they came from. Whoever shares that address
+    and has a good one is served all the same: nothing is refused before it is verified.
+    """
 
     accounts: AccountService
     on_outage: Callable[[StoreUnavailable], None]
+    failures: LocalRate
+
+    @classmethod
+    def of(
+        cls,
+        accounts: AccountService,
+        on_outage: Callable[[StoreUnavailable], None],
+        limits: ServerConfig,
+        clock: Callable[[], float],
+    ) -> "Authenticator":
+        """`clock` is monotonic seconds."""
+        return cls(accounts, on_outage, LocalRate(limits.address_failures / 60, limits.address_failures, clock))
 
     async def verify(self, exchange: Exchange, account_id: str | None, permissions: Sequence[Permission]) -> Caller:
         """Returns the caller, who has one of these permissions if there are any. Raises ApiError.
@@ -36,9 +57,9 @@ class Authenticator:
         try:
             caller = await self.accounts.verify(credential_of(exchange))
         except MalformedToken:
-            raise errors.malformed_token() from None
+            raise self._failed(exchange, errors.malformed_token()) from None
         except Unauthenticated:
-            raise errors.unauthenticated() from None
+            raise self._failed(exchange, errors.unauthenticated()) from None
         except AccountSuspended:
             raise errors.suspended() from None
         except IssuerUnavailable:
@@ -53,6 +74,11 @@ class Authenticator:
         if permissions and not any(map(caller.grant.permits, permissions)):
             raise errors.not_permitted(permissions[0])
         return caller
+
+    def _failed(self, exchange: Exchange, refusal: ApiError) -> ApiError:
+        """Counts a failure; returns the refusal, or that of an address that had too many."""
+        wait_s = self.failures.take(address_group(exchange.client.address))
+        return errors.too_many_failures(math.ceil(wait_s)) if wait_s else refusal
 
     async def has_ended(self, credential: str) -> bool:
         """Whether a credential that was in force was revoked or has expired. Raises StoreUnavailable."""

@@ -63,6 +63,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, _doc("all processes overwrite the memory that they free: zero retention then holds for it as well")
     ] = False
     address_connections: Annotated[int, _doc("open connections of one address, or IPv6 /64; above it 503", ge=1)] = 4096
+    address_failures: Annotated[
+        int, _doc("credentials of one address, or IPv6 /64, that may fail in a minute; above it 429", ge=1)
+    ] = 60
     certificate: Annotated[str, _doc("PEM file of a certificate chain: HTTPS, read anew when changed; with `key`")] = ""
     key: Annotated[str, _doc("PEM file of the certificate's private key, not encrypted")] = ""
     hosts: Annotated[list[_HostName], _doc("served names in Host, also *.example.com; empty: any", max_length=100)] = []

@@ -120,7 +120,15 @@ def token_ended() -> ApiError:
 
 def malformed_token() -> ApiError:
     message = "Authentication failed: the token is malformed; send 'Authorization: Bearer <token>' as it was minted"
-    return ApiError(400, 9106, message, kind="invalid_api_key", routed=False)
+    return ApiError(401, 9106, message, kind="invalid_api_key", routed=False)
+
+
+def too_many_failures(retry_after_s: int) -> ApiError:
+    """A credential that opens nothing, from an address that sent many of them."""
+    message = (
+        f"Authentication failed too often from this address; wait {retry_after_s} s, and send a token that is in force"
+    )
+    return ApiError(429, 9106, message, kind="rate_limit_exceeded", retry_after_s=retry_after_s, routed=False)
 
 
 def suspended() -> ApiError:

@@ -28,8 +28,8 @@ _TOKEN: Final = "token"
 _ALWAYS: Final = (400, 408, 421, 431, 500, 503)
 _WITH_TOKEN: Final = (401, 403)
 _STATUSES: Final = {
-    400: "A wrong field, query or header, which the message names; or a malformed token",
-    401: "No token, or one that is not in force",
+    400: "A wrong field, query or header, which the message names",
+    401: "No token, a malformed one, or one that is not in force",
     403: "Another account's path, a missing permission, another network, or a suspended account",
     404: "There is nothing of this name that the caller may see",
     405: "An adapter is asked for, and the model takes none",
@@ -40,7 +40,8 @@ _STATUSES: Final = {
     413: "The body is too large",
     421: "This host is not served here",
     422: "The Idempotency-Key belongs to another request; or the request was running in two crashes of its model",
-    429: "A limit of the caller's, or capacity that is taken for the moment; Retry-After says when to come back",
+    429: "A limit of the caller's, too many failed credentials of its address, or capacity that is taken for the "
+    "moment; Retry-After says when to come back",
     431: "The head is too large",
     500: "The gateway or a replica failed; x-request-id finds it in the log",
     503: "The store does not answer, nothing can serve in time, or the gateway is full; Retry-After says when to come "
@@ -48,8 +49,8 @@ _STATUSES: Final = {
 }
 # The codes of the envelope by which callers tell apart what a status leaves open.
 CODES: Final[dict[int, tuple[int, ...]]] = {
-    400: (3003, 3030, 5006, 5007, 5024, 6003, 9106),
-    401: (10000,),
+    400: (3003, 3030, 5006, 5007, 5024, 6003),
+    401: (9106, 10000),
     403: (3041, 9109, 10000),
     404: (1003, 3042, 7000, 7003),
     405: (5005, 7001),
@@ -60,7 +61,7 @@ CODES: Final[dict[int, tuple[int, ...]]] = {
     413: (3006,),
     421: (7000,),
     422: (1011, 5012),
-    429: (3021, 3040, 4006),
+    429: (3021, 3040, 4006, 9106),
     431: (6003,),
     500: (5000,),
     503: (3040,),

@@ -120,6 +120,16 @@ def parse_ip_address(text: str) -> IpAddress | None:
     return mapped or address
 
 
+def address_group(address: str) -> str:
+    """Returns what counts as one address: for IPv6 the 64 bits that a customer is given."""
+    if ":" not in address:
+        return address
+    parsed = parse_ip_address(address)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+    return str(parsed)
+
+
 def _forwarded(header: bytes) -> list[bytes]:
     """The `for` of each hop of Forwarded headers, in their order; b"" if it has none. Escapes are not understood: no
     address needs them."""

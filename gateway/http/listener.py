@@ -4,7 +4,6 @@ A connection counts from its acceptance to its end, its handshake included, whic
 """
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections import Counter
@@ -13,7 +12,7 @@ from itertools import count
 from typing import Final
 
 from gateway.config import ServerConfig
-from gateway.http.client_address import ClientAddressPolicy, parse_ip_address
+from gateway.http.client_address import ClientAddressPolicy, address_group
 from gateway.http.tls import Certificate
 
 ACCEPTS: Final = 16  # connections that are accepted in one turn of the loop
@@ -83,7 +82,7 @@ class Listener:
             self._admit(client, address[0])
 
     def _admit(self, client: socket.socket, peer: str) -> None:
-        source = _source(peer)
+        source = address_group(peer)
         crowded = self._connections_of[source] >= self._server.address_connections and not self._clients.trusts(peer)
         if crowded or self.connections >= self._server.connections:
             self._reject(client)
@@ -134,13 +133,3 @@ class Listener:
         self._connections_of[source] -= 1
         if not self._connections_of[source]:
             del self._connections_of[source]
-
-
-def _source(peer: str) -> str:
-    """Returns what counts as one address: for IPv6 the 64 bits that a customer is given."""
-    if ":" not in peer:
-        return peer
-    address = parse_ip_address(peer)
-    if isinstance(address, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
-    return str(address)

@@ -54,9 +54,9 @@ async def test_credentials_decide(tmp_path: Path) -> None:
         cases = [
             (gateway.run_path, "", 401, 10000),
             (gateway.run_path, "Basic abc", 401, 10000),
-            (gateway.run_path, "Bearer ", 400, 9106),
-            (gateway.run_path, "Bearer junk", 400, 9106),
-            (gateway.run_path, f"Bearer {unknown}", 400, 9106),
+            (gateway.run_path, "Bearer ", 401, 9106),
+            (gateway.run_path, "Bearer junk", 401, 9106),
+            (gateway.run_path, f"Bearer {unknown}", 401, 9106),
             (elsewhere, f"Bearer {gateway.token}", 403, 10000),
             (nowhere, f"Bearer {gateway.token}", 403, 10000),
             (gateway.run_path.replace(gateway.account_id, "nobody"), f"Bearer {gateway.token}", 404, 7003),

@@ -292,9 +292,9 @@ async def test_limits_have_their_codes(tmp_path: Path) -> None:
 async def test_who_may_not_ask_is_told_so(tmp_path: Path) -> None:
     async with asking(tmp_path) as (gateway, client, cloud):
         ask: Any = {"model": MODEL, "messages": HELLO}
-        with pytest.raises(openai.BadRequestError) as junk:
+        with pytest.raises(openai.AuthenticationError) as junk:
             await client.with_options(api_key="junk").chat.completions.create(**ask)
-        assert code_of(junk.value) == (400, 9106)
+        assert code_of(junk.value) == (401, 9106)
         (token,) = await gateway.accounts.tokens(gateway.account_id)
         with pytest.raises(cloudflare.PermissionDeniedError) as foreign:
             await cloud.ai.run(MODEL, account_id="0" * 32, prompt="x")

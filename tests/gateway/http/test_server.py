@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
+from gateway.http.client_address import address_group
 from gateway.http.exchange import Exchange
-from gateway.http.listener import _PAUSE_S, ACCEPTS, _source
+from gateway.http.listener import _PAUSE_S, ACCEPTS
 from gateway.http.server import PIPELINED_MAX, listen
 from tests.support.served_gateway import Client, Served, looped, served
 from tests.support.waiting import holds, turns, until, wait_for
@@ -384,8 +385,8 @@ async def test_one_address_has_its_share_of_connections_and_a_proxy_that_is_trus
 
 
 def test_an_ipv6_customer_is_one_address() -> None:
-    assert _source("2001:db8::1") == _source("2001:db8::ffff:2") != _source("2001:db8:0:1::1")
-    assert _source("::ffff:1.2.3.4") == _source("1.2.3.4") != _source("1.2.3.5")
+    assert address_group("2001:db8::1") == address_group("2001:db8::ffff:2") != address_group("2001:db8:0:1::1")
+    assert address_group("::ffff:1.2.3.4") == address_group("1.2.3.4") != address_group("1.2.3.5")
 
 
 @looped

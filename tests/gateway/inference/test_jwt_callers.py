@@ -39,7 +39,7 @@ async def trusting(folder: Path, status: str = "200 OK") -> AsyncIterator[Settin
     keys.documents, keys.status = documents(), status
     async with keys.serving(folder) as url:
         world = World(time.time(), url, str(folder / "ca.pem"))
-        async with served(folder, issuers=world.settings) as gateway:
+        async with served(folder, issuers=world.settings, address_failures=10_000) as gateway:
             yield Setting(gateway, world, keys)
 
 
