@@ -91,7 +91,8 @@ class App:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
         context, requests = self._serving.context, self._requests
-        jobs = (context.fleet.run, self._batches.run, requests.end_revoked, self._serving.endpoint.scrubber.run)
+        beside = (requests.end_revoked, self._serving.endpoint.scrubber.run, context.encodings.run)
+        jobs = (context.fleet.run, self._batches.run, *beside)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job()) for job in (*jobs, *self._tenancy.background)]
             yield

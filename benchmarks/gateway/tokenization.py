@@ -7,13 +7,18 @@ The chat is of turns of 700 characters in a template like Llama 3's, for a byte-
 Llama 3's pattern, trained here on Python's own library. Its bound is what the tokenizer alone takes for the same text
 in one thread (processor time); with all threads (time that passes) it is to be 3 ms. Tokens are the built-in model's,
 one in each event; where tools are offered or JSON is asked for, the same text is looked through for calls, or is JSON.
+
+`encode-4000` is the processor time from body to ids of a chat that has reached 4,000 tokens turn by turn, as its client
+sends it: the median over conversations of different text, one after the other on one account's cache. Beside it stand
+the same chat where nothing of it is known, and the part of all turns' text that the cache had.
 """
 
 import json
+import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +36,7 @@ from gateway.config import load_config
 from gateway.http import sse
 from gateway.inference.completion import CompletionBuilder
 from gateway.text.control_tokens import encode_ids
+from gateway.text.encoding_cache import EncodingCache, ScopedEncodings
 from gateway.text.tokenizer import ModelTokenizer
 
 RUNS: Final = 40
@@ -49,6 +55,22 @@ TEMPLATE: Final = (
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+CHATML: Final = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL: Final = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+)
+# A template, and the control tokens in it: its first one is that of the beginning.
+TEMPLATES: Final = {
+    "Llama 3": (TEMPLATE, CONTROL),
+    "ChatML": (CHATML, ("<|endoftext|>", "<|im_start|>", "<|im_end|>")),
+    "Mistral": (MISTRAL, ("<s>", "[INST]", "[/INST]", "</s>")),
+}
+ENCODE_MS: Final = 4.0
+CONVERSATIONS: Final = 20
 TOOLS: Final = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 USER: Final = [{"role": "user", "content": "hi"}]
 
@@ -59,7 +81,7 @@ def library() -> list[str]:
     return [file.read_text(errors="ignore") for file in files]
 
 
-def folder(texts: list[str], where: Path) -> Path:
+def folder(texts: list[str], where: Path, template: str = TEMPLATE, control: Sequence[str] = CONTROL) -> Path:
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -68,9 +90,9 @@ def folder(texts: list[str], where: Path) -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=32_000, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
     tokenizer.save(str(where / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE, "bos_token": CONTROL[0], "eos_token": CONTROL[-1]}
+    settings = {"chat_template": template, "bos_token": control[0], "eos_token": control[-1]}
     (where / "tokenizer_config.json").write_text(json.dumps(settings))
     return where
 
@@ -100,7 +122,7 @@ def a_chat() -> None:
         text = ModelTokenizer(folder(texts, Path(where)))
         prose = "".join(part for source in texts[100:] for part in source.split('"""')[1::2])
         turns = conversation(text, prose)
-        body = msgspec.json.encode({"model": "@cf/a/b", "messages": turns, "max_tokens": 100, "stream": True})
+        body = chat_body(turns)
         dialect, ids = read_chat, text.encode_chat(turns)
         shape = f"chat of {len(ids)} tokens in {len(turns)} turns and {len(body)} bytes"
         assert text.encode_chat(turns, spread=True) == ids
@@ -117,6 +139,58 @@ def a_chat() -> None:
         record("text", f"{shape}: body to ids, one thread", best_ms(lambda: whole(False)), "ms", bound=alone)
         threads_ms = best_ms(lambda: whole(True), time.perf_counter)
         record("text", f"{shape}: body to ids, all threads", threads_ms, "ms", bound=CHAT_MS)
+
+
+def conversations() -> None:
+    texts = library()
+    prose = "".join(part for source in texts[100:] for part in source.split('"""')[1::2])
+    length = len(prose) // CONVERSATIONS
+    for name, (template, control) in TEMPLATES.items():
+        with tempfile.TemporaryDirectory() as where:
+            text = ModelTokenizer(folder(texts[:60], Path(where), template, control))
+        encodings = CountedEncodings()
+        known, first_ms, last_ms = encodings.of_scope("account", b"", 0, None), [], []
+        for place in range(CONVERSATIONS):
+            turns = conversation(text, prose[place * length :][:length])[1:]  # Mistral's has no place for a system
+            for count in range(1, len(turns) + 1, 2):
+                body = chat_body(turns[:count])
+                ids, taken_ms = body_to_ids(text, body, known)
+            last_ms.append(taken_ms)
+            empty = EncodingCache().of_scope("account", b"", 0, None)
+            alone, taken_ms = body_to_ids(text, body, empty)
+            assert alone == ids == body_to_ids(text, body, None)[0]
+            first_ms.append(taken_ms)
+        shape = "encode-4000" if name == "Llama 3" else f"encode-4000, {name}"
+        record("text", shape, round(statistics.median(last_ms), 3), "ms", bound=ENCODE_MS)
+        record("text", f"{shape}, nothing known", round(statistics.median(first_ms), 3), "ms")
+        record("text", f"{shape}, text that was known", round(100 * encodings.hits / encodings.asked, 1), "%")
+
+
+class CountedEncodings(EncodingCache):
+    """Counts characters that were asked for, and those that were there."""
+
+    asked = hits = 0
+
+    def find(self, scope: ScopedEncodings, tokenizer: Hashable, texts: Iterable[str]) -> dict[str, Sequence[int]]:
+        texts = list(texts)
+        found = super().find(scope, tokenizer, texts)
+        self.asked += sum(map(len, texts))
+        self.hits += sum(map(len, found))
+        return found
+
+
+def chat_body(turns: list[dict[str, Any]]) -> bytes:
+    return msgspec.json.encode({"model": "@cf/a/b", "messages": turns, "max_tokens": 100, "stream": True})
+
+
+def body_to_ids(text: ModelTokenizer, body: bytes, known: ScopedEncodings | None) -> tuple[list[int], float]:
+    """The ids, and the milliseconds of processor time of all threads."""
+    began = time.process_time()
+    request = read_chat(body, b"", None, 7)
+    assert isinstance(request, GenerationRequest)
+    assert request.prompt.messages is not None
+    ids = text.encode_chat(request.prompt.messages, request.prompt.tools, known=known)
+    return ids, (time.process_time() - began) * 1e3
 
 
 def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str, Any], prose: str) -> float:
@@ -163,4 +237,5 @@ def events() -> None:
 
 if __name__ == "__main__":
     a_chat()
+    conversations()
     events()

@@ -105,6 +105,7 @@ async def change(context: AdminContext, request: AdminRequest[NoFields, AccountC
     if notices is not None and not context.limits.private_notices and not notices.url.lower().startswith("https:"):
         raise errors.bad_input("'url' of notices is an https:// address", "settings.notices.url")
     account = await context.accounts.update(request.account_id, changed, request.revision)
+    context.encodings.reach_epoch(account.id, account.epoch)
     await context.note(request.caller, account.id, "account.settings", account.id, **fields, **settings)
     return account_answer(account)
 

@@ -56,6 +56,7 @@ async def show(context: AdminContext, request: AdminRequest[DaysQuery, NoFields]
 
 async def purge(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[PurgeItem]:
     account = await context.accounts.purge_cache(request.account_id)
+    context.encodings.reach_epoch(account.id, account.epoch)
     await context.note(request.caller, account.id, "account.purge_cache", account.id, epoch=account.epoch)
     return AdminResult(PurgeItem(account.epoch))
 

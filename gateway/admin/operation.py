@@ -17,6 +17,7 @@ from gateway.errors import bad_input
 from gateway.http.idempotency import IdempotencyStore
 from gateway.listing.pages import PAGE_MAX, PageItem
 from gateway.observability.store_health import StoreHealth
+from gateway.text.encoding_cache import EncodingCache
 from tenants.audit import AuditLog, fit_detail
 from tenants.auth.accounts import NAME_MAX, AccountService
 from tenants.auth.caller import Caller
@@ -107,6 +108,7 @@ class AdminContext:
     quota: Quota
     fleet: ReplicaFleet
     store_health: StoreHealth
+    encodings: EncodingCache
     audit: AuditLog
     idempotency: IdempotencyStore
     notice_key: Callable[[str], bytes]

@@ -34,6 +34,7 @@ def admin_routes(
         quota=tenancy.quota,
         fleet=inference.fleet,
         store_health=inference.store_health,
+        encodings=inference.encodings,
         audit=AuditLog(tenancy.store.audit, tenancy.secret),
         idempotency=IdempotencyStore(tenancy.store.claims, tenancy.secret),
         notice_key=notice_signer(tenancy.secret),

@@ -10,6 +10,7 @@ from gateway.inference.crash_breaker import CrashBreaker
 from gateway.observability.metrics import Metrics
 from gateway.observability.store_health import StoreHealth
 from gateway.observability.tracing import RequestTracer
+from gateway.text.encoding_cache import EncodingCache
 from tenants.limits.quota import Quota
 from tenants.limits.soft_caps import SoftCaps
 
@@ -28,3 +29,4 @@ class InferenceContext:
     tracer: RequestTracer
     clock: Callable[[], float]  # monotonic seconds
     account_locks: AccountLocks = field(default_factory=AccountLocks)
+    encodings: EncodingCache = field(default_factory=EncodingCache)

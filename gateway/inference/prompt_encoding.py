@@ -5,16 +5,19 @@ It knows no replica and no limits of accounts.
 
 from typing import Any, Final
 
-from engine.protocol.types import Grammar
+from engine.protocol.types import Grammar, ScopeKind
 from gateway import errors
 from gateway.catalogue.catalogue import Model
+from gateway.inference.cache_scope import scope_of
 from gateway.inference.completion import reasoning_enabled
 from gateway.inference.context import InferenceContext
 from gateway.inference.grammar import answer_grammar
 from gateway.inference.lifecycle import InferenceCall
 from gateway.inference.prompt import Prompt
+from gateway.text.encoding_cache import ScopedEncodings
 from gateway.text.tokenizer import TokenizationError
 from gateway.tool_parsers.reasoning import MARKERS, grammar_after_reasoning, opens_reasoning
+from tenants.records.accounts import cache_retention_s
 
 LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
 REASONING_TAIL_TOKENS: Final = 16  # the end of a prompt, with "<think>" and some line breaks behind it
@@ -27,19 +30,31 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
     fit is not encoded at all.
     """
     context, model = call.context, call.model
+    known = _known_encodings(call, prompt)
     if prompt.bulk <= LONG_TEXT_CHARS and not call.zero_retention:
-        return _encode(model, prompt)
+        return _encode(model, prompt, known)
     token_chars = model.tokenizer.token_bytes_max
     context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
     if token_chars is not None and prompt.length > context_tokens * token_chars:
         raise errors.too_long(f"{prompt.length // token_chars} > {context_tokens}; shorten the prompt")
     private = call.zero_retention
     return await context.account_locks.run_in_thread(
-        call.caller.account.id, lambda: _encode(model, prompt, spread=not private), fresh=private
+        call.caller.account.id, lambda: _encode(model, prompt, known, spread=not private), fresh=private
     )
 
 
-def _encode(model: Model, prompt: Prompt, *, spread: bool = False) -> list[int]:
+def _known_encodings(call: InferenceCall, prompt: Prompt) -> ScopedEncodings | None:
+    """The encodings that the call may find and add to: those of the scope in which it shares cached prefixes, where it
+    shares any. Zero retention has none."""
+    encodings, account = call.context.encodings, call.caller.account
+    scope = scope_of(call.caller, prompt.user, call.zero_retention)
+    if call.zero_retention or scope.kind is ScopeKind.REQUEST:
+        encodings.reach_epoch(account.id, account.epoch)
+        return None
+    return encodings.of_scope(account.id, scope.id, scope.epoch, cache_retention_s(account.settings))
+
+
+def _encode(model: Model, prompt: Prompt, known: ScopedEncodings | None, *, spread: bool = False) -> list[int]:
     """`spread`: by several threads."""
     text = model.tokenizer
     if prompt.ids is not None:
@@ -49,11 +64,11 @@ def _encode(model: Model, prompt: Prompt, *, spread: bool = False) -> list[int]:
         if prompt.messages is not None:
             if prompt.tools and not text.supports_tools:
                 raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
-            return text.encode_chat(prompt.messages, prompt.tools, options=options, spread=spread)
+            return text.encode_chat(prompt.messages, prompt.tools, options=options, spread=spread, known=known)
         assert prompt.text is not None
         if prompt.raw or not text.has_chat_template:
             return text.encode_prompt(prompt.text)
-        return text.encode_chat([{"role": "user", "content": prompt.text}], options=options)
+        return text.encode_chat([{"role": "user", "content": prompt.text}], options=options, known=known)
     except TokenizationError as error:
         field = prompt.field_name("prompt" if prompt.messages is None else "messages")
         raise errors.bad_input(str(error), field) from None

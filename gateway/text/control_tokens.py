@@ -10,12 +10,14 @@ text was written by the template alone.
 import copy
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
+
+from gateway.text.encoding_cache import ScopedEncodings
 
 JSON = Any
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -153,16 +155,28 @@ class PlainTokenizer:
         """`first`: the text stands at the very beginning, where some tokenizers put a space before it."""
         return encode_ids(self._first if first else self._later, text) if text else []
 
-    def encode_runs(self, runs: list[str], spread: bool) -> list[list[int]]:
+    def encode_runs(self, runs: list[str], spread: bool, known: ScopedEncodings | None) -> list[Sequence[int]]:
         """Each run's ids; `spread` over the library's threads, which keep words that they met."""
         first, *later = runs
         distinct = list(dict.fromkeys(run for run in later if run))  # roles and line breaks are there again and again
+        ids = self._encode_distinct(self._later, distinct, spread, known)
+        ids[""] = []
+        begin = self._encode_distinct(self._first, [first], False, known)[first] if first else []
+        return [begin, *(ids[run] for run in later)]
+
+    def _encode_distinct(
+        self, tokenizer: Tokenizer, texts: list[str], spread: bool, known: ScopedEncodings | None
+    ) -> dict[str, Sequence[int]]:
+        ids = {} if known is None else known.cache.find(known, tokenizer, texts)
+        new = [text for text in texts if text not in ids]
         if spread:
-            encoded = [encoding.ids for encoding in self._later.encode_batch_fast(distinct, add_special_tokens=False)]
+            encodings = tokenizer.encode_batch_fast(new, add_special_tokens=False)
+            encoded = {text: encoding.ids for text, encoding in zip(new, encodings, strict=True)}
         else:
-            encoded = [encode_ids(self._later, run) for run in distinct]
-        ids: dict[str, list[int]] = {"": [], **dict(zip(distinct, encoded, strict=True))}
-        return [self.encode(first, True), *(ids[run] for run in later)]
+            encoded = {text: encode_ids(tokenizer, text) for text in new}
+        if known is not None and encoded:
+            known.cache.add(known, tokenizer, encoded)
+        return {**ids, **encoded}
 
 
 def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:

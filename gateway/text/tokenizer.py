@@ -28,6 +28,7 @@ from gateway.text.control_tokens import (
     encode_ids,
 )
 from gateway.text.detokenizer import Detokenizer, TokenByteTable, Utf8Detokenizer, token_byte_table
+from gateway.text.encoding_cache import ScopedEncodings
 from gateway.text.special_tokens import SpecialTokens
 
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
@@ -124,12 +125,14 @@ class ModelTokenizer:
         options: Mapping[str, JSON] | None = None,
         generate: bool = True,
         spread: bool = False,
+        known: ScopedEncodings | None = None,
     ) -> list[int]:
         """Messages in the Hugging Face form (role, content, name, tool_calls, …) as the model's template lays them out.
 
         `options` are further template variables (enable_thinking, …). `generate` opens the assistant's turn.
         Tool arguments that are a JSON text are given to the template as the object. `spread` lets other threads take a
-        part in it, in whose caches words of the text stay then. Raises TokenizationError.
+        part in it, in whose caches words of the text stay then. What `known` has is not encoded again, and the rest
+        stays there. Raises TokenizationError.
         """
         if not self._templates:
             raise TokenizationError("this model has no chat template: send `prompt` instead of `messages`")
@@ -148,13 +151,15 @@ class ModelTokenizer:
         }
         try:
             rendered = template.render(variables)
-            return self._encode_rendered(rendered, escape, spread)
+            return self._encode_rendered(rendered, escape, spread, known)
         except TemplateError as error:
             raise TokenizationError(escape.restore(str(error))) from error
         except (UnicodeEncodeError, TypeError) as error:
             raise TokenizationError("a message holds a lone surrogate, which is no text") from error
 
-    def _encode_rendered(self, rendered: str, escape: ControlTokenEscaper, spread: bool) -> list[int]:
+    def _encode_rendered(
+        self, rendered: str, escape: ControlTokenEscaper, spread: bool, known: ScopedEncodings | None
+    ) -> list[int]:
         """What the template wrote, cut at its control tokens: run, control token, run, …, run."""
         parts = self._control.pattern.split(rendered) if self._control.pattern else [rendered]
         runs = [escape.restore(part) for part in parts[::2]]
@@ -164,7 +169,7 @@ class ModelTokenizer:
                 runs[index] = runs[index].rstrip()
             if token.rstrip:
                 runs[index + 1] = runs[index + 1].lstrip()
-        first, *later = self._plain.encode_runs(runs, spread)
+        first, *later = self._plain.encode_runs(runs, spread, known)
         ids = list(first)
         for token, run_ids in zip(tokens, later, strict=True):
             ids.append(token.id)
