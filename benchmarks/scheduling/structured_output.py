@@ -55,6 +55,7 @@ class PeerMatcher:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.finished = False
+        self.mask_us = 0.0
 
     def accept(self, token: int) -> str:
         if not self.inner.accept_token(token):

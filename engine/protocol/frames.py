@@ -87,7 +87,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceFinished(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence ended. `message` says what to do about it when the reason is ERROR."""
+    """A sequence ended. `message` says what to do about it when the reason is ERROR or GRAMMAR."""
 
     id: int
     reason: FinishReason

@@ -34,6 +34,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the end of the context
     CANCELLED = "cancelled"
     ERROR = "error"
+    GRAMMAR = "grammar"  # it cannot be kept to its grammar, or that costs too much; the message says why
 
 
 class RejectReason(enum.StrEnum):

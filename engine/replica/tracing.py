@@ -37,6 +37,7 @@ EXPORT_S: Final = 2.0  # for one batch, its retry included
 FLUSH_S: Final = 2.0  # for all that is left at the end; less than a machine waits for a pulse
 _BATCH: Final = 512
 _DELAY_MS: Final = 1000
+_ERROR_TYPES: Final = {FinishReason.ERROR: "replica_failed", FinishReason.GRAMMAR: "grammar_failed"}
 _propagator: Final = TraceContextTextMapPropagator()
 
 
@@ -107,8 +108,7 @@ class ReplicaTracer:
                     journey.first_token = now
         for finish in progress.finished:
             if (journey := journeys.pop(finish.id, None)) is not None:
-                failed = finish.reason is FinishReason.ERROR
-                self._end(journey, now, finish.reason, "replica_failed" if failed else None)
+                self._end(journey, now, finish.reason, _ERROR_TYPES.get(finish.reason))
         if not journeys:
             del self._journeys[owner]
 

@@ -83,7 +83,7 @@ class Scheduler:
         assert len(self.running.inflight) < INFLIGHT_STEPS_MAX
         self._waiting.expire()
         for sequence, problem in self._waiting.take_matchers():
-            self._end(sequence, FinishReason.ERROR, problem)
+            self._end(sequence, FinishReason.GRAMMAR, problem)
         if not self._give_blocks():
             return None
         self._end_stale()
@@ -394,7 +394,7 @@ class Scheduler:
         matcher = sequence.matcher
         problem = "" if matcher is None else matcher.accept(token)
         if problem:
-            self._end(sequence, FinishReason.ERROR, problem)
+            self._end(sequence, FinishReason.GRAMMAR, problem)
         elif token in sequence.stop_ids or (matcher is not None and matcher.finished):
             self._end(sequence, FinishReason.STOP)
         elif len(sequence.tokens) >= sequence.max_total_tokens:

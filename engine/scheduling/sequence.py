@@ -31,9 +31,14 @@ class SequenceState(enum.IntEnum):
 
 
 class GrammarMatcher(Protocol):
-    """Keeps one text to its grammar. `finished`: only the end of the text may follow."""
+    """Keeps one text to its grammar.
+
+    finished    only the end of the text may follow.
+    mask_us     what its last mask took, and what came with it: about what its next one will.
+    """
 
     finished: bool
+    mask_us: float
 
     def accept(self, token: int) -> str:
         """Takes the token that was sampled for the text. Returns what is wrong where it cannot go on, or nothing."""

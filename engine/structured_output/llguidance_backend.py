@@ -10,8 +10,8 @@ from engine.models.config import ModelConfigError, read_decoder_config
 PARSER_LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,  # some 20 ms
     step_lexer_fuel=50_000,  # of one mask: 4 ms, and
-    step_max_items=20_000,  # 1 ms
-    max_items_in_row=2_000,
+    step_max_items=12_000,  # 1 ms, 40 where they are ambiguous
+    max_items_in_row=8_000,  # a row has four for each optional property, of which a schema of 32 KB has 2,000
     max_lexer_states=250_000,  # of some 100 bytes, seldom of 2 KB
     max_grammar_size=500_000,
     verbose_errors=False,  # they would repeat the grammar and the text

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -39,9 +40,15 @@ PARSERS_MAX: Final = 4  # of one grammar; matchers of one parser share what it l
 PARSERS_S: Final = 0.02  # how long the parsers after the first one may take together
 _FILLERS_MAX: Final = 8  # threads that write the masks of one step
 _DETAIL_MAX: Final = 300  # characters
+TOKEN_MS_MAX: Final = 5.0  # of a processor, for a token's mask and for taking the token in: the mean of
+_MEAN_TOKENS: Final = 8  # about so many
+_SLOW_MASKS_S: Final = 0.004  # after masks of a step that took longer those of the next step are timed one by one
 _BUSY: Final = "too many grammars of this account are being compiled; try again later"
 _UNAVAILABLE: Final = "the grammar could not be compiled; send the request again"
-_BROKEN: Final = "the text could not be kept to its grammar: "
+_SIMPLER: Final = "; make it simpler"
+_COSTLY: Final = (
+    "its masks take {:.1f} ms of a processor for each token, and at most {:g} are taken; make it less ambiguous"
+)
 _UNFINISHED: Final = "the grammar goes on behind a token that ends the text; let it end there"
 
 
@@ -51,6 +58,9 @@ class LarkMatcher:
     def __init__(self, compilation: "LarkCompilation", inner: llguidance.LLMatcher, stop_ids: frozenset[int]) -> None:
         self.inner = inner
         self.finished = False
+        self.mask_us = 0.0
+        self._timed = False  # its last mask was timed by itself
+        self._mean_us = 0.0  # what its last tokens took, as far as they were timed
         self._compilation = compilation
         self._stop_ids = stop_ids
         tokenizer = compilation.tokenizer
@@ -59,13 +69,36 @@ class LarkMatcher:
         self._plain_bits = _bits(token for token in self._extra_stops if not tokenizer.is_special_token(token))
 
     def accept(self, token: int) -> str:
+        if not self._timed:
+            return self._take(token)
+        began = time.thread_time()
+        problem = self._take(token)
+        took_us = 1e6 * (time.thread_time() - began)
+        self.mask_us += took_us
+        self._mean_us += took_us / _MEAN_TOKENS
+        if not problem and not self.finished and self._mean_us > 1e3 * TOKEN_MS_MAX:
+            problem = _COSTLY.format(self._mean_us / 1e3, TOKEN_MS_MAX)
+        return problem
+
+    def write_mask(self, address: int, size: int) -> None:
+        """Writes its mask, in any thread, and notes what it takes of this thread's time."""
+        began = time.thread_time()
+        self.inner.unsafe_compute_mask_ptr(address, size)
+        self.mask_us, self._timed = 1e6 * (time.thread_time() - began), True
+        self._mean_us += (self.mask_us - self._mean_us) / _MEAN_TOKENS
+
+    def share_mask_time(self, took_us: float) -> None:
+        """Notes what each mask took on average that was written with this one."""
+        self.mask_us, self._timed = took_us, False
+
+    def _take(self, token: int) -> str:
         inner = self.inner
         ends = token in self._stop_ids
         if ends and token in self._extra_stops and not inner.is_error() and inner.is_accepting():
             return ""
         if inner.is_error() or not inner.consume_token(token):  # a failed one would take a token at an end
             self._compilation.needs_recompile = True  # its matchers learn together: the next one would fail as well
-            return _BROKEN + _detail(inner.get_error())
+            return _detail(inner.get_error()) + _SIMPLER
         self._compilation.tokens += 1
         if ends and not inner.is_accepting():
             return _UNFINISHED
@@ -140,7 +173,10 @@ class StructuredOutputManager:
         self.bell, self._bell_writer = socket.socketpair()
         self.bell.setblocking(False)
         self._bell_writer.setblocking(False)
-        self._executor = llguidance.LLExecutor(min(threads or os.cpu_count() or 1, _FILLERS_MAX))
+        self._fillers = min(threads or os.cpu_count() or 1, _FILLERS_MAX)
+        self._executor = llguidance.LLExecutor(self._fillers)
+        self._timers = ThreadPoolExecutor(self._fillers)  # its threads start where masks are slow
+        self._timing = False  # the masks of the next step are timed one by one
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._words = 0
         self._problem = ""
@@ -184,7 +220,7 @@ class StructuredOutputManager:
     def masks(self, matchers: Items[GrammarMatcher | None]) -> Int32s:
         """[M, W]: bit (id % 32) of word (id ÷ 32) says whether a token may be next; all may where there is no matcher.
 
-        Some 40 µs per row at 128,256 tokens, rows of several parsers at a time.
+        Some 40 µs per row at 128,256 tokens, rows of several parsers at a time. Each matcher then has its `mask_us`.
         """
         masks_MW = np.empty((len(matchers), self._words), np.int32)
         rows = []
@@ -195,11 +231,36 @@ class StructuredOutputManager:
                 assert isinstance(matcher, LarkMatcher)
                 rows.append((matcher, row))
         if rows:
-            inner = [(matcher.inner, row) for matcher, row in rows]
-            self._executor.unsafe_compute_mask_ptr(inner, masks_MW.ctypes.data, 4 * self._words, len(matchers))
+            took_s = (self._write_timed if self._timing else self._write)(rows, masks_MW)
+            self._timing = took_s > _SLOW_MASKS_S
         for matcher, row in rows:
             matcher.fix_mask(masks_MW[row])
         return masks_MW
+
+    def _write(self, rows: list[tuple[LarkMatcher, int]], masks_MW: Int32s) -> float:
+        """Writes the masks of these rows at once. Returns how long that took, in s."""
+        inner = [(matcher.inner, row) for matcher, row in rows]
+        began = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(inner, masks_MW.ctypes.data, 4 * self._words, len(masks_MW))
+        took_s = time.perf_counter() - began
+        each_us = 1e6 * took_s / len(rows)
+        for matcher, _ in rows:
+            matcher.share_mask_time(each_us)
+        return took_s
+
+    def _write_timed(self, rows: list[tuple[LarkMatcher, int]], masks_MW: Int32s) -> float:
+        """Writes the masks of these rows in as many threads, each timed by itself. Returns what a thread took, in s."""
+        address, size = masks_MW.ctypes.data, 4 * self._words
+
+        def write(part: list[tuple[LarkMatcher, int]]) -> None:
+            for matcher, row in part:
+                matcher.write_mask(address + row * size, size)
+
+        if self._fillers == 1:
+            write(rows)
+        else:
+            list(self._timers.map(write, [rows[first :: self._fillers] for first in range(self._fillers)]))
+        return 1e-6 * sum(matcher.mask_us for matcher, _ in rows) / self._fillers
 
     def close(self) -> None:
         with self._changed:
@@ -209,6 +270,7 @@ class StructuredOutputManager:
             sandbox.end()
         for thread in self._threads:
             thread.join()
+        self._timers.shutdown()
         self.bell.close()
         self._bell_writer.close()
 

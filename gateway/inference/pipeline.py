@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import FinishReason, RejectReason
+from engine.protocol.types import FinishReason, Grammar, RejectReason
 from gateway import errors
 from gateway.cluster.client import pack_token_ids
 from gateway.cluster.stream import OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected, ReplicaStream
@@ -38,6 +38,7 @@ class TextGeneration(Work):
         self.reply = reply
         self.stream: ReplicaStream | None = None
         self.choices: list[CompletionBuilder] = []  # once the prompt is encoded
+        self.grammar: Grammar | None = None  # what a replica holds the answer to
         self.unfinished = prompt.n
         self.prompt_tokens = 0
         self.computed = False  # a replica has begun with the prompt
@@ -52,7 +53,7 @@ class TextGeneration(Work):
         ids = await encode_prompt(call, prompt)
         room = check_prompt_fits(call.context, model, prompt, len(ids))
         opened = opens_in_reasoning(model, prompt, ids)
-        grammar = grammar_with_reasoning(model, prompt, opened)
+        self.grammar = grammar_with_reasoning(model, prompt, opened)
         tokens = pack_token_ids(ids)
         self.prompt_tokens = len(ids)
         self.choices = [CompletionBuilder(model, prompt, opened) for _ in range(prompt.n)]
@@ -73,7 +74,7 @@ class TextGeneration(Work):
             n=prompt.n,
             traceparent=call.span.traceparent,
             terms=terms_of(call.caller, call.zero_retention, background=call.options.background),
-            grammar=grammar,
+            grammar=self.grammar,
         )
         sink: OutputSink = EventStreamSink(self, call) if prompt.stream else SingleBodySink(self, call)
         await self._run_on_replica(call, order, sink, fingerprint)
@@ -105,7 +106,7 @@ class TextGeneration(Work):
             except ReplicaRejected as rejected:
                 if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
                     if rejected.reason is RejectReason.GRAMMAR:
-                        raise grammar_error(self.prompt, order.grammar, rejected.message) from None
+                        raise grammar_error(self.prompt, self.grammar, rejected.message) from None
                     raise error_of_rejection(call, rejected) from None
             tries += 1
 
@@ -128,6 +129,8 @@ class TextGeneration(Work):
             self.completion_tokens += len(step.tokens)
             if self.first_token_at is None:
                 self.first_token_at = clock()
+        if finish is not None and finish.reason is FinishReason.GRAMMAR:
+            raise grammar_error(self.prompt, self.grammar, finish.message)
         parts = choice.push(step)
         if choice.finish is not None:
             self.unfinished -= 1

@@ -35,6 +35,11 @@ SCHEMAS: list[Any] = [
 ]
 
 
+AMBIGUOUS = 'start: s "#####"\ns: s s | "(" s ")" | /./'  # a token's mask takes longer than the one before
+WORDS = (f"^[a-z]{{1,{number % 50 + 2}}}(ab{number}|{number}cd)+$" for number in range(400))
+TOO_MANY = {"anyOf": [{"type": "string", "pattern": word} for word in WORDS]}  # 20 KB
+
+
 class Answer(BaseModel):
     city: str
     sky: Literal["clear", "grey"]
@@ -133,6 +138,36 @@ def test_what_cannot_be_met_or_held_to_is_an_error(open_ai: openai.OpenAI) -> No
     with pytest.raises(openai.BadRequestError, match="the parameters of 'odd'") as tool:
         open_ai.chat.completions.create(**asked, tools=[*TOOLS, *odd], tool_choice="required")
     assert tool.value.param == "tools"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "guide", "field", "limit"),
+    [
+        (f"/ai/run/{EMBER}", {"guided_grammar": AMBIGUOUS}, "guided_grammar", "at most 5 are taken"),
+        ("/v1/chat/completions", {"guided_grammar": AMBIGUOUS}, "guided_grammar", "at most 5 are taken"),
+        ("/v1/chat/completions", {"guided_json": TOO_MANY}, "guided_json", "too many expressions"),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": TOO_MANY}}},
+            "output_config.format.schema",
+            "too many expressions",
+        ),
+    ],
+)
+def test_a_grammar_that_passes_a_limit_in_its_text_is_a_bad_request(
+    hearth: Hearth, path: str, guide: dict[str, Any], field: str, limit: str, stream: bool
+) -> None:
+    body = {"model": EMBER, "messages": ASK, "temperature": 1, "max_tokens": 400, "stream": stream, **guide}
+    if path.startswith("/ai"):
+        del body["model"]
+    with hearth.client() as plain:
+        answer = plain.post(path, json=body)
+    assert answer.status_code == (200 if stream else 400), answer.text
+    assert f"'{field}': the answer cannot be held to it: " in answer.text
+    assert limit in answer.text
+    assert "5006" in answer.text
+    assert "nternal" not in answer.text
 
 
 def test_as_many_choices_as_the_api_allows(open_ai: openai.OpenAI) -> None:

@@ -78,6 +78,7 @@ class RuleMatcher:
     vocabulary: int
     written: list[int] = field(default_factory=list)
     finished: bool = False
+    mask_us: float = 0.0
 
     def accept(self, token: int) -> str:
         assert self.rule.allowed(self.written, self.vocabulary)[token], "it was sampled by another mask"
