@@ -2,19 +2,24 @@
 
     python -m benchmarks.gateway.soak [--minutes 30] [--clients 6] [--seed N]
 
-Whole and streamed answers of both dialects, clients that leave, refusals of every kind, new accounts and tokens, lists
-and metrics, over a KV pool that is small enough to fill within minutes. Every ten seconds each process is measured;
-growth is the slope of a line through the second half, when caches have filled, times the length of that half.
+Whole and streamed answers of both dialects, answers held to schemas, clients that leave, refusals of every kind, new
+accounts and tokens, lists and metrics, over a KV pool that is small enough to fill within minutes. Every ten seconds
+each process is measured; growth is the slope of a line through the second half, when caches have filled. It fails where
+memory grows faster than 1 % an hour, or descriptors or threads by one.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import operator
 import random
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +29,15 @@ from benchmarks.record import record
 from tests.end_to_end.conftest import EMBER, Hearth, serving
 
 SAMPLE_S: Final = 10.0
+GROWTH_MAX_PERCENT: Final = 1.0  # of a process's memory, an hour
+NAMES: Final = {  # by what a process's command line has
+    "engine.replica.zygote": "zygote",  # the first, for its line has the replica's module too
+    "engine.replica.server": "replica",
+    "engine.structured_output.sandbox": "sandboxes",
+    "engine.host.agent": "agent",
+    "gateway.cli gateway": "gateway",
+    "gateway.cli serve": "supervisor",
+}
 WORDS: Final = ("the", "keeper", "of", "a", "lighthouse", "writes", "down", "each", "ship", "that", "passes", "by")
 SETTINGS: Final = f'\n[[models]]\nname = "{EMBER}"\nkv_bytes = 30000000\n'
 
@@ -39,9 +53,9 @@ class Load:
         self.answers: dict[str, int] = {}
 
     async def run(self, until: float) -> None:
-        kinds = [self._whole, self._stream, self._leave, self._refused, self._look]
+        kinds = [self._whole, self._stream, self._leave, self._refused, self._look, self._held]
         while time.monotonic() < until:
-            kind = self._dice.choices(kinds, [5, 4, 2, 3, 1])[0]
+            kind = self._dice.choices(kinds, [5, 4, 2, 3, 1, 1])[0]
             with contextlib.suppress(httpx.TransportError):
                 self._count(await kind())
 
@@ -78,6 +92,15 @@ class Load:
     async def _leave(self) -> str:
         return await self._stream(self._dice.randint(1, 12))
 
+    async def _held(self) -> str:
+        """An answer held to a schema that nobody asked for before, so that it is compiled."""
+        name, messages = f"field{self._dice.randrange(10**9)}", [{"role": "user", "content": "Say something."}]
+        schema = {"type": "object", "properties": {name: {"type": "boolean"}}, "required": [name]}
+        held = {"type": "json_schema", "json_schema": schema}
+        body = {"messages": messages, "response_format": held, "max_tokens": 40}
+        answer = await self._client.post(f"/ai/run/{EMBER}", json=body, headers=self._headers())
+        return f"held {answer.status_code}"
+
     async def _refused(self) -> str:
         path, good = f"/ai/run/{EMBER}", self._headers()
         case = self._dice.randrange(5)
@@ -105,21 +128,30 @@ class Load:
             self._tokens = [*self._tokens[-4:], token]
 
 
-def measured(hearth: Hearth) -> dict[str, tuple[float, int, int]]:
-    """By process: memory of its own in MB, descriptors, threads."""
-    usage = {}
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the processes of one name hold: resident memory in MB, descriptors, threads."""
+
+    memory: float
+    descriptors: int
+    threads: int
+
+
+def measured(hearth: Hearth) -> dict[str, Usage]:
+    usage = dict.fromkeys(NAMES.values(), Usage(0, 0, 0))
     for process in hearth.processes():
-        words = " ".join(process.cmdline())
-        name = next((name for name in ("replica", "machine") if f"engine.{name}" in words), "gateway")
-        memory = process.memory_full_info().uss / 1e6
-        usage[name] = (memory, process.num_fds(), process.num_threads())
+        line = " ".join(process.cmdline())
+        name = next((name for part, name in NAMES.items() if part in line), None)
+        assert name is not None, f"a process that has no name here: {line!r}"
+        more = Usage(process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
+        usage[name] = Usage(*map(operator.add, astuple(usage[name]), astuple(more)))
     return usage
 
 
-async def run(minutes: float, clients: int, seed: int) -> None:
+async def run(minutes: float, clients: int, seed: int) -> list[str]:
     with tempfile.TemporaryDirectory(dir="/tmp") as name, serving(Path(name), SETTINGS) as hearth:
         load, until = Load(hearth, seed), time.monotonic() + 60 * minutes
-        samples: list[dict[str, tuple[float, int, int]]] = []
+        samples: list[dict[str, Usage]] = []
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
                 group.create_task(load.run(until))
@@ -127,20 +159,30 @@ async def run(minutes: float, clients: int, seed: int) -> None:
             while time.monotonic() < until - SAMPLE_S:
                 await asyncio.sleep(SAMPLE_S)
                 samples.append(measured(hearth))
-                if len(samples) % 6 == 0:
-                    print(f"{len(samples) * SAMPLE_S / 60:.0f} min", samples[-1], json.dumps(load.answers), flush=True)
-        report(samples, minutes, sum(load.answers.values()))
+                print(f"{len(samples) * SAMPLE_S / 60:.1f} min", samples[-1], json.dumps(load.answers), flush=True)
+        return report(samples, minutes, sum(load.answers.values()))
 
 
-def report(samples: list[dict[str, tuple[float, int, int]]], minutes: float, requests: int) -> None:
-    half = samples[len(samples) // 2 :]
+def report(samples: list[dict[str, Usage]], minutes: float, requests: int) -> list[str]:
+    """Records the growth in the second half; what grew too fast."""
     record("soak", f"{minutes:g} minutes: requests", requests, "requests")
-    for name in samples[0]:
-        for column, (what, unit) in enumerate((("memory", "MB"), ("descriptors", ""), ("threads", ""))):
-            values = [float(sample[name][column]) for sample in half if name in sample]
-            slope = statistics.linear_regression(range(len(values)), values).slope
-            shape = f"{minutes:g} minutes: {name}'s {what} growing in the second half"
-            record("soak", shape, round(slope * len(values), 2), unit or what, bound=0)
+    half, hours, too_fast = samples[len(samples) // 2 :], minutes / 2 / 60, []
+    for name in half[0]:
+        memory, descriptors, threads = zip(*(astuple(sample[name]) for sample in half), strict=True)
+        percent = 100 * growth(memory) / statistics.mean(memory) / hours
+        shape = f"{minutes:g} minutes: {name}'s"
+        record("soak", f"{shape} memory", round(statistics.mean(memory), 1), "MB")
+        record("soak", f"{shape} memory growing", round(percent, 2), "% an hour", bound=GROWTH_MAX_PERCENT)
+        record("soak", f"{shape} descriptors growing", round(growth(descriptors), 2), "descriptors", bound=0)
+        record("soak", f"{shape} threads growing", round(growth(threads), 2), "threads", bound=0)
+        if percent > GROWTH_MAX_PERCENT or growth(descriptors) >= 1 or growth(threads) >= 1:
+            too_fast.append(f"the {name}")
+    return too_fast
+
+
+def growth(values: Sequence[float]) -> float:
+    """From the first value to the last, along a line through all."""
+    return statistics.linear_regression(range(len(values)), values).slope * (len(values) - 1)
 
 
 def main() -> None:
@@ -149,7 +191,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    asyncio.run(run(options.minutes, options.clients, options.seed))
+    if too_fast := asyncio.run(run(options.minutes, options.clients, options.seed)):
+        sys.exit(f"grows too fast: {', '.join(too_fast)}")
 
 
 if __name__ == "__main__":
