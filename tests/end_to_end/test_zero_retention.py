@@ -33,6 +33,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read through /proc")
 
+SEED = 7
 KEEP_S = 1.0
 GONE_S = KEEP_S + 2.5  # for the sweep of what was kept, and the round that overwrites what libraries keep
 SETTINGS = f"""
@@ -51,6 +52,7 @@ class Told:
     hearth: Hearth
     canaries: Canaries
     collector: Collector
+    operator: str  # the token of one, who reads all metrics
     tokens: list[tuple[str, dict[str, str]]]  # a credential and the headers that ask for zero retention
     redis: RedisServer | None = None
     redis_folder: Path | None = None
@@ -63,7 +65,10 @@ class Told:
             hits += canaries.in_open_files(process.pid)
         for body in self.collector.bodies:
             hits += canaries.find("a trace", body)
-        hits += canaries.find("/metrics", httpx.get(f"{self.hearth.base_url}/metrics").content)
+        with self.hearth.client(self.operator) as operator:
+            metrics = operator.get("/metrics").content
+        assert b"hearth_account_" in metrics, "without an operator's token no account is among them"
+        hits += canaries.find("/metrics", metrics)
         if self.redis is not None:
             hits += self._in_redis(self.redis)
         return hits
@@ -95,9 +100,9 @@ NEVER = {str(id): -100 for id in TEXT.stop_ids}  # the answer goes on to its max
 
 
 @contextlib.contextmanager
-def told(folder: Path, settings: str, store: RedisServer | None = None) -> Iterator[Told]:
-    """A Hearth that has been told canaries, by an account with zero retention and by single requests."""
-    canaries = Canaries(seed=7)
+def watched(folder: Path, settings: str) -> Iterator[Told]:
+    """A Hearth in which canaries can be looked for, and that has been told none."""
+    canaries = Canaries(SEED)
     canaries.watch_prompts(TEXT.encode_prompt)
     served = folder / "served"
     (served / "temporary").mkdir(parents=True)
@@ -105,16 +110,25 @@ def told(folder: Path, settings: str, store: RedisServer | None = None) -> Itera
         patch.setenv("TMPDIR", str(served / "temporary"))
         patch.setenv("PYTHONFAULTHANDLER", "1")
         with serving(served, SETTINGS.replace("URL", collector.url) + settings) as hearth:
-            account, token = hearth.account("zero")
-            _, plain = hearth.account("plain")
-            hearth.command("accounts", "settings", account, "--zero-retention", "yes", "--cache-keep", f"{KEEP_S:g}s")
-            time.sleep(1.1)  # for the gateway to look the account up again
-            told = Told(hearth, canaries, collector, [(token, {}), (plain, {"cf-aig-zdr": "true"})])
-            if store is not None:
-                told.redis, told.redis_folder = store, folder / "redis"
-            for credential, headers in told.tokens:
-                tell(told, credential, headers)
-            yield told
+            minted = hearth.command("tokens", "mint", hearth.account_id, "--permissions", "operator", "--json")
+            yield Told(hearth, canaries, collector, json.loads(minted)["token"], [])
+
+
+@contextlib.contextmanager
+def told(folder: Path, settings: str, store: RedisServer | None = None) -> Iterator[Told]:
+    """A Hearth that has been told canaries, by an account with zero retention and by single requests."""
+    with watched(folder, settings) as told:
+        hearth = told.hearth
+        account, token = hearth.account("zero")
+        _, plain = hearth.account("plain")
+        hearth.command("accounts", "settings", account, "--zero-retention", "yes", "--cache-keep", f"{KEEP_S:g}s")
+        time.sleep(1.1)  # for the gateway to look the account up again
+        told.tokens = [(token, {}), (plain, {"cf-aig-zdr": "true"})]
+        if store is not None:
+            told.redis, told.redis_folder = store, folder / "redis"
+        for credential, headers in told.tokens:
+            tell(told, credential, headers)
+        yield told
 
 
 def tell(told: Told, token: str, headers: dict[str, str]) -> None:
@@ -202,7 +216,9 @@ def leave_early(told: Told, client: httpx.Client) -> None:
     """A client that leaves in the middle of a stream."""
     body = {"prompt": f"so {told.canaries.text('leaver')} is", "stream": True, "max_tokens": 1500, "logit_bias": NEVER}
     with client.stream("POST", f"/ai/run/{EMBER}", json=body) as said:
-        next(said.iter_raw())
+        pieces = said.iter_raw()  # named, for the client leaves as soon as nobody holds the iterator
+        next(pieces)
+        assert nonzero_kv_bytes(told) > 0, "the control: KV that is in use"
 
 
 def cut_short(told: Told, token: str, headers: dict[str, str]) -> None:
@@ -271,6 +287,22 @@ def test_nothing_is_left_on_disks_nor_in_memory(folder: Path) -> None:
         assert [str(hit) for hit in after.canaries.in_memory(after.gateway().pid)] == []
         assert [str(hit) for hit in after.written()] == []
         assert list(after.hearth.folder.rglob("core*")) == []
+
+
+def test_the_search_finds_what_is_written_into_logs_traces_metrics_and_the_store(folder: Path) -> None:
+    """The control of the search in what is written: a text that the product itself puts into each of these places, for
+    it is a model's name."""
+    model = f"@cf/{Canaries(SEED).text('acme')}/ember"
+    with watched(folder, f'[[models]]\nname = "{model}"\nfolder = "{EMBER_FOLDER}"\n') as after:
+        state = after.hearth.folder / ".hearth"
+        planted = {f"{state}/gateway.log", f"{state}/machine.log", f"{state}/hearth.db-wal", "a trace", "/metrics"}
+        with after.hearth.client() as client:
+            wait_for(lambda: client.post(f"/ai/run/{model}", json={"prompt": "so"}).is_success, 20, "the model serves")
+
+        def found() -> bool:  # the gateway settles a call, and exports its trace, after it has answered
+            return planted <= {hit.place for hit in after.written()}
+
+        wait_for(found, 20, "the text in each place")
 
 
 def test_without_scrubbing_memory_keeps_what_is_written_nowhere(folder: Path) -> None:
