@@ -96,6 +96,14 @@ clean:
 	$(BIN)/python -m tests.conformance.node_sdks
 	@touch $@
 
+# promtool, for the tests that fire the alert rules. Debian has it in a package of its own since 13, before in Prometheus'.
+.venv/.promtool: | .venv/bin/python
+	@rm -rf .venv/promtool && mkdir .venv/promtool
+	@cd .venv/promtool && get() { apt-get download -qq promtool 2>/dev/null || apt-get download -qq prometheus; } && \
+		{ get 2>/dev/null || { apt-get update -qq && get; }; } && dpkg -x *.deb . && rm *.deb
+	@ln -sf ../promtool/usr/bin/promtool $(BIN)/promtool
+	@touch $@
+
 .venv/.fuzz: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	@touch $@

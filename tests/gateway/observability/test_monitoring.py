@@ -1,7 +1,7 @@
 """The alert rules and the dashboard, held against what a gateway that has had traffic really exposes.
 
 promtool and Grafana are no Python packages: the fields of both files are checked against the parts of their formats
-that the files use, and each expression is read by a parser of PromQL.
+that the files use, and each expression is read by a parser of PromQL. test_alerts.py fires the rules where promtool is.
 """
 
 import ast
