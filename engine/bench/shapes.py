@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -43,6 +43,9 @@ class WorkloadSizes:
 
 
 _SCHEMAS: Final = 32  # different ones in a grammar shape
+
+_GRID_GROUPS: Final = ((1, 16), (1, 32), (1, 64), (1, 128), (1, 256), (4, 16), (4, 32), (4, 64), (8, 32), (16, 16))
+_GRID_PREFIXES: Final = (1024, 4096, 16384)  # tokens
 
 SMALL_SIZES: Final = WorkloadSizes(prompt=24, steps=4, repeats=1, scale=64)
 
@@ -161,6 +164,17 @@ def _prefix(
             ShapeResult(f"{name} gain", off_ms / on_ms, "x"),
         ]
     return figures
+
+
+def _prefix_grid(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
+    """Steps of groups of 16 to 256 behind prefixes of several lengths, and the worst of them by its bound."""
+    figures, short = [], replace(sizes, steps=max(1, sizes.steps // 4))
+    for length in _GRID_PREFIXES:
+        for groups, size in _GRID_GROUPS:
+            name = f"prefix-grid {groups} x {size} behind {length}"
+            figures += _prefix(name, groups * size, length, engine, bound, replace(short, repeats=1), groups)
+    worst = max(figure.value / figure.bound for figure in figures if figure.bound)
+    return [*figures, ShapeResult("prefix-grid", worst, "x")]
 
 
 def _throughput(
@@ -307,6 +321,7 @@ SHAPES: Final[dict[str, BenchShape]] = {
         "128 behind 16,384, with groups and without",
         partial(_prefix, "prefix-16k-128", 128, 16384, versus_ungrouped=True),
     ),
+    "prefix-grid": BenchShape("groups of 16 to 256 behind 1,024 to 16,384: the worst ratio to a bound", _prefix_grid),
     "mixed-512": BenchShape("512 sequences, 100-1024 in and out, at once: output tokens", _mixed, 11325),
     "nano-256": BenchShape("nano-vllm's 256 requests, temperature 0.6: output tokens", _nano, 9614),
     **{
