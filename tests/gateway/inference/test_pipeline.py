@@ -526,7 +526,7 @@ async def test_what_is_wrong_reserves_nothing_and_leaves_nothing(tmp_path: Path)
         for body in (b"", b"{", {"prompt": 5}, {"prompt": "a", "colour": 1}, {"prompt": "a", "max_tokens": -1}):
             assert (await gateway.call(gateway.run_path, body)).status == 400
         assert (await gateway.call(gateway.run_path.replace("stub", "unknown"), TEN)).code == 5007
-        assert (await gateway.call(gateway.run_path, {"prompt": "x"}, authorization="Bearer junk")).status == 400
+        assert (await gateway.call(gateway.run_path, {"prompt": "x"}, authorization="Bearer junk")).status == 401
         await gateway.settled()
         assert await gateway.records() == []
         assert not gateway.fleet.submits
