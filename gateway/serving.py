@@ -46,7 +46,8 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
         tracer=tracer or open_tracer(config.telemetry),
         clock=time.monotonic,
     )
-    batches = BatchApi(store.batches, BatchEncryption(secret), int(config.server.batch_keep_s), tenancy.clock)
+    keep_s, threads = int(config.server.batch_keep_s), context.account_locks
+    batches = BatchApi(store.batches, BatchEncryption(secret), keep_s, tenancy.clock, threads)
     lifetime_s = int(config.server.request_s) + KEY_MARGIN_S
     endpoint = InferenceEndpoint(
         context=context,

@@ -80,7 +80,8 @@ class InferenceEndpoint:
         body: bytes,
         zero_retention: bool,
     ) -> None:
-        request = dialect(body, exchange.query, model_name, draw_seed())
+        read = partial(dialect, body, exchange.query, model_name, draw_seed())
+        request = await self.context.account_locks.parse(caller.account.id, len(body), read)
         model = self.catalogue.find(request.model)
         if model is None:
             raise errors.no_such_model(request.model)

@@ -6,9 +6,10 @@ bodies are, then sealed and written.
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -16,18 +17,20 @@ import msgspec
 from gateway import errors
 from gateway.api.dialect import BatchRequest, BatchResultsRequest
 from gateway.api.run_batch import check_item
-from gateway.batch.encryption import BatchEncryption, StoredRequest, join_responses
+from gateway.batch.encryption import BatchCipher, BatchEncryption, StoredRequest, join_responses
 from gateway.catalogue.catalogue import Model
 from gateway.errors import bad_input
 from gateway.http.exchange import JSON_CONTENT, Exchange
 from gateway.http.json_body import decode_query
+from gateway.inference.account_lock import AccountLocks
 from gateway.inference.reply import enveloped
 from gateway.inference.run_options import run_options
 from tenants.auth.caller import Caller
-from tenants.records.batches import ARRIVING_S, BatchJob, BatchStatus
+from tenants.records.batches import ARRIVING_S, BatchItemResult, BatchJob, BatchStatus
 from tenants.store.protocol import BatchStore, StoreUnavailable
 
 _SLICE: Final = 64  # requests that are read, or results that are opened, before others have their turn
+_PIECE_BYTES: Final = 256 << 10  # in one call of the store, if it is more than one request or result
 Status = Literal["queued", "running", "done", "cancelled", "failed"]
 _UNKEPT: Final = (b"cache-control", b"no-store")
 
@@ -67,12 +70,14 @@ class BatchesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class BatchApi:
-    """Answers calls about the batches of one store. `arrived` is set when a batch arrives."""
+    """Answers calls about the batches of one store; large ones are read and written in `threads`. `arrived` is set when
+    a batch arrives."""
 
     batches: BatchStore
     encryption: BatchEncryption
     keep_s: int
     calendar: Callable[[], float]
+    threads: AccountLocks
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(
@@ -111,19 +116,20 @@ class BatchApi:
             created_at=now,
             expires_at=now + ARRIVING_S,
         )
-        read = []
-        for place in range(batch.items):
-            read.append(check_item(request, place))
-            if place % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)
+        size_bytes, read = exchange.body_bytes, list[tuple[bytes, str | None]]()
+        for first in range(0, batch.items, _SLICE):
+            places = range(first, min(first + _SLICE, batch.items))
+            read += await self.threads.parse(caller.account.id, size_bytes, partial(_check_items, request, places))
+            await asyncio.sleep(0)
         if not await self.batches.begin(batch):
             raise errors.too_many_batches()
         cipher = self.encryption.cipher(batch.account_id, batch.id)
         for first in range(0, batch.items, _SLICE):
-            slice_ = (StoredRequest(*item, options.tags, options.metadata) for item in read[first : first + _SLICE])
-            sealed = [cipher.seal_request(place, item) for place, item in enumerate(slice_, first)]
-            await self.batches.add_items(batch.account_id, batch.id, first, sealed)
-            await asyncio.sleep(0)
+            items = [StoredRequest(*item, options.tags, options.metadata) for item in read[first : first + _SLICE]]
+            seal = partial(_sealed, cipher, first, items)
+            for place, sealed in _pieces(first, await self.threads.parse(caller.account.id, size_bytes, seal)):
+                await self.batches.add_items(batch.account_id, batch.id, place, sealed)
+                await asyncio.sleep(0)
         await self.batches.open(batch.account_id, batch.id)
         self.arrived.set()
         await _answer(exchange, {"status": "queued", "request_id": batch.id, "model": model.name})
@@ -140,19 +146,26 @@ class BatchApi:
         if batch.status.open:
             await _answer(exchange, {"status": batch.status, "request_id": batch.id, "model": batch.model})
             return
-        result: dict[str, Any] = {"responses": await self._responses(batch), "usage": _usage(batch)}
+        result: dict[str, Any] = {"responses": [], "usage": _usage(batch)}
         if batch.status is not BatchStatus.DONE:
             result |= {"status": batch.status, "request_id": batch.id, "model": batch.model}
-        await _answer(exchange, result)
+        responses = await self._responses(batch)
+        size_bytes, render = sum(len(response) for _, response in responses), partial(_rendered, result, responses)
+        body = await self.threads.parse(batch.account_id, size_bytes, render)
+        await exchange.answer(200, body, [JSON_CONTENT, _UNKEPT])
 
-    async def _responses(self, batch: BatchJob) -> msgspec.Raw:
-        """The results of all requests that have ended."""
-        cipher, opened = self.encryption.cipher(batch.account_id, batch.id), []
-        for first in range(0, batch.items, _SLICE):
-            ended = await self.batches.results(batch.account_id, batch.id, first, _SLICE)
-            opened += [(item.place, cipher.open_result(item.place, item.result)) for item in ended]
+    async def _responses(self, batch: BatchJob) -> list[tuple[int, bytes]]:
+        """The places and results of all requests that have ended. Few are read at once while they are large."""
+        cipher, opened = self.encryption.cipher(batch.account_id, batch.id), list[tuple[int, bytes]]()
+        first, count = 0, 1
+        while first < batch.items:
+            ended = await self.batches.results(batch.account_id, batch.id, first, count)
+            size_bytes = sum(len(item.result) for item in ended)
+            decrypt = partial(_opened, cipher, ended)
+            opened += await self.threads.parse(batch.account_id, size_bytes, decrypt)
+            first, count = first + count, min(_SLICE, 2 * count) if size_bytes < _PIECE_BYTES else max(1, count // 2)
             await asyncio.sleep(0)
-        return msgspec.Raw(join_responses(opened))
+        return opened
 
     async def list_batches(self, exchange: Exchange, caller: Caller) -> None:
         """The account's batches, the newest first. Raises ApiError."""
@@ -174,6 +187,36 @@ class BatchApi:
         except StoreUnavailable:
             raise errors.store_unavailable() from None
         await _answer(exchange, _item(batch))
+
+
+def _check_items(request: BatchRequest, places: range) -> list[tuple[bytes, str | None]]:
+    return [check_item(request, place) for place in places]
+
+
+def _sealed(cipher: BatchCipher, first: int, items: Sequence[StoredRequest]) -> list[bytes]:
+    return [cipher.seal_request(place, item) for place, item in enumerate(items, first)]
+
+
+def _pieces(first: int, sealed: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
+    """Cuts sealed requests into pieces of _PIECE_BYTES, or of one request, each with its first place."""
+    begin = size_bytes = 0
+    for index, item in enumerate(sealed):
+        if index > begin and size_bytes + len(item) > _PIECE_BYTES:
+            yield first + begin, sealed[begin:index]
+            begin, size_bytes = index, 0
+        size_bytes += len(item)
+    yield first + begin, sealed[begin:]
+
+
+def _opened(cipher: BatchCipher, ended: Sequence[BatchItemResult]) -> list[tuple[int, bytes]]:
+    return [(item.place, cipher.open_result(item.place, item.result)) for item in ended]
+
+
+def _rendered(result: dict[str, Any], responses: Sequence[tuple[int, bytes]]) -> bytes:
+    """The answer with the responses in place of its first list, which is empty. Joining bytes holds up no thread."""
+    head, empty, tail = msgspec.json.encode(enveloped(result)).partition(b"[]")
+    assert empty, "the result has a place for responses"
+    return b"".join((head, join_responses(responses), tail))
 
 
 async def _answer(exchange: Exchange, result: Any) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -196,7 +197,7 @@ class BatchWorker:
             await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
             return
         try:
-            call = self._open(item, model, caller, stored, exchange)
+            call = await self._open(item, model, caller, stored, exchange)
         except ApiError as refusal:
             if refusal.kind == WRONG_REGION:
                 await self._batches.put_back([item], AGAIN_S)
@@ -212,7 +213,7 @@ class BatchWorker:
         result = _succeeded(stored, exchange.content) if refused is None else _failed(stored, refused)
         await self._end(item, call, refused is None, cipher.seal_result(item.place, result))
 
-    def _open(
+    async def _open(
         self, item: BatchJobItem, model: Model, caller: Caller, stored: StoredRequest, exchange: BackgroundExchange
     ) -> InferenceCall:
         """The request's call. Raises ApiError where it may not run, or not any more."""
@@ -220,7 +221,9 @@ class BatchWorker:
         check_admission(self._context, now, caller, model, model.name)
         if item.tries > TRIES_MAX:
             raise errors.failed(f"it broke off {TRIES_MAX} times; send it again, or change it")
-        request = self._dialect(stored.body, b"", model.name, draw_seed())
+        exchange.body_bytes = len(stored.body)
+        read = partial(self._dialect, stored.body, b"", model.name, draw_seed())
+        request = await self._context.account_locks.parse(item.account_id, exchange.body_bytes, read)
         assert not isinstance(request, BatchRequest | BatchResultsRequest), "a batch holds no batches"
         options = RunOptions(tags=stored.tags, metadata=stored.metadata, background=True)
         work = self._endpoint.work_of(request, model, item.request_id)

@@ -66,6 +66,7 @@ class Exchange:
         self.route = "none"  # its name in the metrics, once it is known what serves it
         self.extra_headers: list[Header] = []  # sent with every answer
         self.status: int | None = None
+        self.body_bytes = 0  # once it was read
         self._abort_transport: Callable[[], None] | None = scope.get("hearth.abort")
         self._receive = receive
         self._send = send
@@ -101,6 +102,7 @@ class Exchange:
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         self._body_read_at = self._clock()
+                        self.body_bytes = limit_bytes - left
                         return b"".join(pieces)
         except TimeoutError:
             raise errors.body_too_slow(self._timeouts.body_s) from None

@@ -11,6 +11,7 @@ import gc
 import math
 import resource
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -34,6 +35,7 @@ PIPELINED_MAX: Final = 32  # requests of one connection that wait for the answer
 DESCRIPTORS: Final = 512  # beside connections: listeners, the store, replicas, files
 KEEP_ALIVE_S: Final = 30
 LAST_EVENTS_S: Final = 2.0  # for the last error events to be written
+SWITCH_S: Final = 0.0005  # after which a thread that reads a large body lets the loop go on; Python's own is 5 ms
 _TICK_S: Final = 0.05
 _CERTIFICATE_TICKS: Final = 10  # of uvicorn, a tenth of a second each
 
@@ -319,6 +321,7 @@ def run_server(app: DrainableApp, server: ServerConfig, certificate: Certificate
     """
     listener = listen(server.host, server.port)
     allow_descriptors(server.connections)
+    sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # objects that stay for good: going through them again would stop all streams for some 15 ms
     HttpServer(app, server, certificate).run([listener])

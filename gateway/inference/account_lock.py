@@ -1,13 +1,18 @@
-"""One long piece of work at a time for each account, so that no account can take all threads.
-
-It does not know what the work is.
+"""Threads for work whose time grows with what a caller sends: one piece at a time for each account, so that no account
+can take all threads. It does not know what the work is.
 """
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 from weakref import WeakValueDictionary
+
+# Up to that, reading a body takes 2 ms of the loop's time at most and most often less than the 0.1 ms of a thread.
+LARGE_BODY_BYTES: Final = 32 << 10
+PARSERS_MAX: Final = (
+    2  # that read bodies at once: they take turns with the loop at Python's lock, so that more gain nothing
+)
 
 T = TypeVar("T")
 
@@ -17,10 +22,19 @@ class AccountLocks:
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._parsers = asyncio.Semaphore(PARSERS_MAX)
 
     def lock(self, account_id: str) -> asyncio.Lock:
         """The account's lock, which its work takes in the order of arrival."""
         return self._locks.setdefault(account_id, asyncio.Lock())
+
+    async def parse(self, account_id: str, size_bytes: int, work: Callable[[], T]) -> T:
+        """Runs work on so many bytes of an account's body: at once where it is small, else in one of PARSERS_MAX
+        threads."""
+        if size_bytes <= LARGE_BODY_BYTES:
+            return work()
+        async with self.lock(account_id), self._parsers:
+            return await asyncio.to_thread(work)
 
     async def run_in_thread(self, account_id: str, work: Callable[[], T], *, fresh: bool) -> T:
         """Runs blocking work in a thread while it holds the account's lock. `fresh` takes a new thread that ends with

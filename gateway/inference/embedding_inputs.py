@@ -11,7 +11,6 @@ from gateway.catalogue.catalogue import Model
 from gateway.catalogue.tasks import EmbeddingSpec
 from gateway.inference.embedding_types import EmbeddingInput, EmbeddingInputs, InputKind
 from gateway.inference.lifecycle import InferenceCall
-from gateway.inference.prompt_encoding import LONG_TEXT_CHARS
 from gateway.text.tokenizer import TokenizationError
 
 
@@ -32,15 +31,11 @@ def check_inputs(model: Model, spec: EmbeddingSpec, inputs: EmbeddingInputs) -> 
 async def encode_inputs(call: InferenceCall, spec: EmbeddingSpec, inputs: EmbeddingInputs) -> list[list[int]]:
     """The token ids of each sequence: of each item, or of pairs of the query and each other item. Raises ApiError.
 
-    Long texts are encoded in a thread, one call at a time for each account, and under zero retention in a thread of
-    their own.
+    Long texts are encoded in a thread.
     """
     model, context = call.model, call.context
     max_tokens = min(spec.tokens_max, context.fleet.context_tokens(model.name, spec.tokens_max))
-    encode, private = _InputEncoder(model, spec, inputs, max_tokens).sequences, call.zero_retention
-    if inputs.length <= LONG_TEXT_CHARS and not private:
-        return encode()
-    return await context.account_locks.run_in_thread(call.caller.account.id, encode, fresh=private)
+    return await call.compute(_InputEncoder(model, spec, inputs, max_tokens).sequences)
 
 
 @dataclass(frozen=True, slots=True)

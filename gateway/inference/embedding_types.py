@@ -54,11 +54,6 @@ class EmbeddingInputs:
     user: str | None = None
     options: RunOptionsBody | None = None
 
-    @property
-    def length(self) -> int:
-        """Characters, or ids, of all items."""
-        return sum(len(item.content) for item in self.items)
-
 
 @dataclass(frozen=True, slots=True)
 class RankScore:

@@ -9,9 +9,9 @@ Whatever happens inside, `live` stops the work's streams, settles the reservatio
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -34,6 +34,9 @@ from tenants.store.protocol import StoreUnavailable
 log = logging.getLogger(__name__)
 
 CHECKPOINT_S: Final = 1.0
+LONG_BODY_BYTES: Final = 4096  # what a longer body asks for is encoded in a thread, so that others' streams go on
+
+T = TypeVar("T")
 
 
 class Work:
@@ -89,6 +92,19 @@ class InferenceCall:
 
     def left_s(self) -> float:
         return self.limit_s - (self.context.clock() - self.exchange.began)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether what was sent is long, however few characters of text it has: calls and messages take time too."""
+        return self.exchange.body_bytes > LONG_BODY_BYTES
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Runs work whose time grows with what was sent: at once where that is short, else in a thread, one piece at a
+        time for each account; under zero retention in a thread of its own."""
+        if not self.is_long and not self.zero_retention:
+            return work()
+        locks, account_id = self.context.account_locks, self.caller.account.id
+        return await locks.run_in_thread(account_id, work, fresh=self.zero_retention)
 
     def fingerprint(self, tokens: bytes) -> bytes:
         """The prompt's fingerprint for the crash breaker. Raises ApiError where this prompt crashed replicas before."""

@@ -63,8 +63,3 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
         if self.messages is None:
             return len(self.text or "")
         return sum(len(message["content"]) for message in self.messages)
-
-    @property
-    def bulk(self) -> int:
-        """Characters that the template may lay out: of text, and of tools as JSON."""
-        return self.length + (len(msgspec.json.encode(self.tools)) if self.tools else 0)

@@ -19,28 +19,22 @@ from gateway.text.tokenizer import TokenizationError
 from gateway.tool_parsers.reasoning import MARKERS, grammar_after_reasoning, opens_reasoning
 from tenants.records.accounts import cache_retention_s
 
-LONG_TEXT_CHARS: Final = 4096  # longer text is encoded in a thread, so that others' streams go on
 REASONING_TAIL_TOKENS: Final = 16  # the end of a prompt, with "<think>" and some line breaks behind it
 
 
 async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
     """The prompt's ids. Raises ApiError where the model's template or tokenizer cannot take it.
 
-    A long text is encoded in a thread; so is any text under zero retention, in a thread of its own. A text that cannot
-    fit is not encoded at all.
+    A text that cannot fit is not encoded at all.
     """
     context, model = call.context, call.model
     known = _known_encodings(call, prompt)
-    if prompt.bulk <= LONG_TEXT_CHARS and not call.zero_retention:
-        return _encode(model, prompt, known)
     token_chars = model.tokenizer.token_bytes_max
     context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
     if token_chars is not None and prompt.length > context_tokens * token_chars:
         raise errors.too_long(f"{prompt.length // token_chars} > {context_tokens}; shorten the prompt")
-    private = call.zero_retention
-    return await context.account_locks.run_in_thread(
-        call.caller.account.id, lambda: _encode(model, prompt, known, spread=not private), fresh=private
-    )
+    spread = call.is_long and not call.zero_retention
+    return await call.compute(lambda: _encode(model, prompt, known, spread=spread))
 
 
 def _known_encodings(call: InferenceCall, prompt: Prompt) -> ScopedEncodings | None:

@@ -12,6 +12,7 @@ import msgspec
 
 BATCH_ITEMS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 10_000_000  # of all bodies of one batch
+ITEM_BYTES_MAX: Final = 1 << 20  # of one of them: the store reads and writes it in one piece
 OPEN_BATCHES_MAX: Final = 32  # of one account, not ended
 OPEN_ITEMS_MAX: Final = 50_000  # in them
 LISTED_MAX: Final = 1_000

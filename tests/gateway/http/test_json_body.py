@@ -1,5 +1,9 @@
+import json
+import random
 import re
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from typing import Annotated, Literal
 
@@ -7,7 +11,16 @@ import msgspec
 import pytest
 
 from gateway.errors import ApiError
-from gateway.http.json_body import DEPTH_MAX, check_depth, decode_body, decode_query, query_options
+from gateway.http.json_body import (
+    DEPTH_MAX,
+    WALKED_BYTES,
+    _unrepeated,
+    check_depth,
+    check_names,
+    decode_body,
+    decode_query,
+    query_options,
+)
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):
@@ -198,3 +211,58 @@ def test_a_kind_that_is_none_of_the_kinds_is_not_repeated() -> None:
     with pytest.raises(ApiError, match=re.escape("'shapes[1].kind': send one of circle, square")) as raised:
         decode_body(b'{"shapes": [{"kind": "circle"}, {"kind": "my secret"}]}', msgspec.json.Decoder(Drawing))
     assert "secret" not in raised.value.message
+
+
+def any_json(rng: random.Random, depth: int = 0) -> str:
+    """A text of JSON in which names come twice now and then, spelled in several ways."""
+    spaces = rng.choice(["", "", " ", "\n\t"])
+    kind = rng.randrange(5) if depth < 4 else 4
+    if kind < 2:
+        names = [rng.choice(NAMES) for _ in range(rng.randrange(4))]
+        return "{" + ",".join(f"{spaces}{name}{spaces}:{any_json(rng, depth + 1)}" for name in names) + spaces + "}"
+    if kind == 2:
+        return "[" + f",{spaces}".join(any_json(rng, depth + 1) for _ in range(rng.randrange(4))) + "]"
+    return rng.choice(
+        [*NAMES, "1", "-2.5e3", "true", "null", r'":{\"a\":1,\"a\":2}"', r'"\\"', r'"\\\\\""', '"{[:,]}"']
+    )
+
+
+NAMES = [
+    '"a"',
+    '"b"',
+    '""',
+    r'"\u0061"',
+    r'"a\""',
+    r'"a\u0022"',
+    r'"a\\"',
+    r'"a\u005c"',
+    '":"',
+    '"é"',
+    r'"\u00e9"',
+    '"{"',
+]
+
+
+def named_twice(check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except ApiError as refused:
+        return "is given twice" in refused.message
+    return False
+
+
+def test_names_of_large_bodies_are_compared_as_those_of_small_ones() -> None:
+    seed = random.randrange(1 << 32)
+    rng, outcomes = random.Random(seed), Counter[bool]()
+    for _ in range(4000):
+        text = any_json(rng)
+        twice = named_twice(lambda text=text: json.loads(text, object_pairs_hook=_unrepeated))  # type: ignore[misc]
+        assert named_twice(lambda text=text: check_names(text.encode())) == twice, (seed, text)  # type: ignore[misc]
+        outcomes[twice] += 1
+    assert min(outcomes.values()) > 400, outcomes
+
+
+def test_a_large_body_that_names_a_field_twice_is_refused_by_name() -> None:
+    text = b'"' + b'a\\"' * WALKED_BYTES + b'"'
+    assert decode_body(b'{"text": %b, "n": 2}' % text, decoder).n == 2
+    assert refusal(b'{"text": %b, "n": 2, "free": {"c": {"b": 1, "\\u0062": 2}}}' % text).param == "b"
