@@ -60,10 +60,12 @@ class RooflineBound:
             attention_flop=4 * config.layers * config.heads * config.head_dim,
         )
 
-    def step_ms(self, rows: int, keys: float) -> float:
-        """A decode step of so many rows that reads so many keys in all."""
+    def step_ms(self, rows: int, keys: float, pairs: float = 0.0) -> float:
+        """A decode step of so many rows that reads so many keys in all. `pairs` of row and key: more than keys where
+        rows share them."""
         linear = max(self.weights_bytes / BYTES_PER_S, rows * self.weights_bytes / FLOP_PER_S)
-        return 1e3 * (linear + keys * self.kv_token_bytes / BYTES_PER_S)
+        attention = max(keys * self.kv_token_bytes / BYTES_PER_S, pairs * self.attention_flop / FLOP_PER_S)
+        return 1e3 * (linear + attention)
 
     def prompt_ms(self, tokens: int) -> float:
         """To the first token: a FLOP per byte of bf16 weights and token, and causal attention."""

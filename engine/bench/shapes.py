@@ -155,8 +155,8 @@ def _prefix(
 ) -> list[ShapeResult]:  # fmt: skip
     members, length = sizes.scaled(count), prefix // sizes.scale
     on_ms = _grouped_ms(engine, sizes, members, length, groups, True, sizes.repeats)
-    keys = groups * length + members * (_GROUP_PROMPT + sizes.steps / 2)
-    figures = [ShapeResult(name, on_ms, "ms", bound.step_ms(members, keys))]
+    own = members * (_GROUP_PROMPT + sizes.steps / 2)
+    figures = [ShapeResult(name, on_ms, "ms", bound.step_ms(members, groups * length + own, members * length + own))]
     if versus_ungrouped:
         off_ms = _grouped_ms(engine, sizes, members, length, groups, False, 1)
         figures += [

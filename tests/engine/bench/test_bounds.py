@@ -37,6 +37,13 @@ def test_many_rows_are_bound_by_arithmetic(tmp_path: Path) -> None:
     assert bound.step_ms(256, 256 * 576) == pytest.approx(linear_ms + keys_ms, rel=0.001)
 
 
+def test_keys_that_many_rows_share_are_bound_by_bytes_or_by_arithmetic(tmp_path: Path) -> None:
+    bound = _bound("llama-3.1-8b", tmp_path)
+    assert bound.step_ms(64, 4096, 16 * 4096) == bound.step_ms(64, 4096), "16 rows for a key: their bytes take longer"
+    arithmetic_ms = 256 * 16384 * 4 * 32 * 4096 / 790e12 * 1e3
+    assert bound.step_ms(256, 16384, 256 * 16384) == pytest.approx(bound.step_ms(256, 0) + arithmetic_ms)
+
+
 @pytest.mark.parametrize(("tokens", "prompt_ms"), [(1024, 18.4), (4096, 78.0), (8192, 167.0), (16000, 368.0)])
 def test_a_prompt_is_bound_by_arithmetic(tokens: int, prompt_ms: float, tmp_path: Path) -> None:
     assert _bound("llama-3.1-8b", tmp_path).prompt_ms(tokens) == pytest.approx(prompt_ms, rel=0.02)

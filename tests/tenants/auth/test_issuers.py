@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tenants.auth import issuers as module
+from tenants.auth import jwks
 from tenants.auth.accounts import AccountService
 from tenants.auth.errors import AccountSuspended, MalformedToken, UnknownToken
 from tenants.auth.issuers import Issuer, IssuerUnavailable, JwtVerifier
@@ -59,7 +60,9 @@ async def fetching(issuers: JwtVerifier) -> AsyncIterator[JwtVerifier]:
 
 
 @pytest.fixture
-async def issuers(world: World, clock: DayClock) -> AsyncIterator[JwtVerifier]:
+async def issuers(world: World, clock: DayClock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JwtVerifier]:
+    """With issuers that may take as long as a busy machine needs."""
+    monkeypatch.setattr(jwks, "FETCH_S", 60.0)
     async with fetching(JwtVerifier(world.settings, clock)) as found:
         yield found
 
