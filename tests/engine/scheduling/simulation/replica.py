@@ -407,7 +407,7 @@ class Simulation:
             assert entry.finish is not None, f"sequence {id} of {owner} never finished"
             expected, reason = self.expected(entry)
             assert entry.finish.completion_tokens == len(entry.tokens)
-            if entry.finish.reason in (FinishReason.CANCELLED, FinishReason.ERROR):
+            if entry.finish.reason in (FinishReason.CANCELLED, FinishReason.ERROR, FinishReason.GRAMMAR):
                 assert entry.finish.message != OUT_OF_MEMORY or entry.sequence in self._smallest
                 assert entry.tokens == expected[: len(entry.tokens)]
             else:
