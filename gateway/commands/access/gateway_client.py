@@ -42,11 +42,13 @@ class OperatorClient:
     def __init__(self, config: Config, url: str | None, token: str) -> None:
         self.url = url or _own_url(config)
         address = _parsed(self.url)
-        self._headers = {"Host": address.netloc.decode(), "Authorization": f"Bearer {token}"}
+        self._headers = {b"Host": address.netloc, b"Authorization": f"Bearer {token}".encode()}
         self._context = ssl.create_default_context() if url else _own_tls(config.server)
         if url is None and config.server.hosts:  # a name of it need not lead here
             address = address.copy_with(host=reachable_host(config.server.host))
-        self._base = address.copy_with(path=address.path.rstrip("/") + _BASE, query=None, fragment=None)
+        path = address.path.rstrip("/") + _BASE
+        # httpx would send a user's name and password in place of the token.
+        self._base = address.copy_with(path=path, query=None, fragment=None, userinfo=b"")
 
     def ask(self, path: str) -> msgspec.Raw:
         """The document of GET …/operator/PATH. Raises GatewayUnreachable or OperatorRefused."""

@@ -198,6 +198,17 @@ def test_what_cannot_be_asked_is_said(here: Path, capsys: pytest.CaptureFixture[
     assert "there is no account yet" in top(capsys, status=1)
 
 
+def test_the_token_is_sent_whatever_the_address_or_the_token_has_in_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering() as server:
+        address = url(server).replace("//", "//ann:secret@")
+        assert "@cf/acme/moving" in top(capsys, "--once", "--url", address, "--token", "given")
+        assert "@cf/acme/moving" in top(capsys, "--once", "--url", url(server), "--token", "gíven")
+    (_, first), (_, second) = server.seen  # type: ignore[attr-defined]
+    assert (first, second.encode("latin-1").decode()) == ("given", "gíven")
+
+
 # ---- the token that it makes -----------------------------------------------------------------------------------------
 
 
