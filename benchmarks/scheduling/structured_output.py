@@ -50,7 +50,7 @@ FIRST_BOUND_MS, LATER_BOUND_MS, COST_BOUND = 50.0, 1.0, 10.0
 
 
 class PeerMatcher:
-    """xgrammar's, as sequence.Matcher."""
+    """xgrammar's, as a GrammarMatcher."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

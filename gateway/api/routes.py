@@ -1,6 +1,6 @@
 """The dialect of each path below an account that asks a model something; that of `/ai/run` is the model's own.
 
-It serves nothing, and does not know how paths name accounts, nor the fields of any dialect.
+It serves nothing, and does not know how paths name accounts, nor what bodies have beside the model that one names.
 """
 
 from collections.abc import Mapping

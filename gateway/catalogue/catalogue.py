@@ -1,5 +1,5 @@
 """The models that tenants may call: the built-in one, pulled and added ones and those of hearth.toml, with their texts
-and prices. It reads folders, and knows nothing of replicas or requests."""
+and prices. It reads folders, writes which were added, and knows nothing of replicas or requests."""
 
 import importlib.resources
 import json

@@ -256,7 +256,7 @@ def machine_log(told: Told) -> str:
 
 
 def reserved_bytes(memory: MemoryReport) -> int:
-    """Of the pool's addresses, as KvPool lays it out: in each layer the extents, and one more for the empty block."""
+    """Of the pool's addresses, as KVPool lays it out: in each layer the extents, and one more for the empty block."""
     layers = json.loads((EMBER_FOLDER / "config.json").read_text())["num_hidden_layers"]
     width = memory.kv_bytes // memory.kv_blocks // layers // memory.kv_block_tokens
     shape = KVShape(layers, 1, width // 2, memory.kv_block_tokens, torch.uint8)

@@ -1,5 +1,5 @@
-"""How commands reach a gateway over HTTP: where this host's own one is, whether it answers, and a client of the
-operator's API, with a given token or a temporary one. It knows no answer's content."""
+"""How commands reach a gateway over HTTP: where this host's own one is or may listen, whether it answers, and a client
+of the operator's API, with a given token or a temporary one. It knows no answer's content."""
 
 import asyncio
 import contextlib

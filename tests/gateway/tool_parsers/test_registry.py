@@ -164,7 +164,7 @@ def test_calls_beyond_the_limit_are_text(format: str) -> None:
 def test_arguments_stream_before_the_call_is_whole(format: str) -> None:
     text = written(format, [("get_weather", '{"city": "' + "Rome " * 100 + '"}')])
     begun = parser(format)
-    assert len(begun.push(text[: text.index("Rome") + 250])) == 2  # CallBegan, CallArguments
+    assert len(begun.push(text[: text.index("Rome") + 250])) == 2  # ToolCallStart, ToolCallDelta
 
 
 @pytest.mark.parametrize("format", FORMAT_NAMES)

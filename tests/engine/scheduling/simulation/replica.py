@@ -72,7 +72,7 @@ class SimulatedFlight:
 
 @dataclass(slots=True)
 class RuleMatcher:
-    """As sequence.Matcher, by a rule of the stamps: a token that was sampled by another mask than its own shows."""
+    """A GrammarMatcher by a rule of the stamps: a token that was sampled by another mask than its own shows."""
 
     rule: Rule
     vocabulary: int
@@ -89,7 +89,7 @@ class RuleMatcher:
 
 @dataclass(slots=True, eq=False)
 class RuleCompilation:
-    """As sequence.Compilation: done at a time of the simulation, for naught where there is no rule."""
+    """A GrammarCompilation: done at a time of the simulation, for naught where there is no rule."""
 
     rule: Rule | None
     vocabulary: int
