@@ -123,7 +123,7 @@ class Load:
     async def change(self, until: float) -> None:
         """Now and then a new account whose token replaces another, so that none is believed for good."""
         while time.monotonic() < until:
-            await asyncio.sleep(15)
+            await asyncio.sleep(5)
             _, token = await asyncio.to_thread(self._hearth.account, f"a{self._dice.random()}")
             self._tokens = [*self._tokens[-4:], token]
 
