@@ -1,8 +1,9 @@
 """What keeps tenants apart in a replica, over the stamp engine, which asserts every slot that attention reads.
 
 The gates of the cache: exact (others find nothing, one's own find exactly what they should), eviction (a flood takes
-nothing that a floor covers), rank (nobody's turn depends on what others have cached); then time to live, erasing,
-epochs, published prefixes, pages. Where a gate could pass for the wrong reason, it is seen to fail on a broken build.
+nothing that a floor covers), rank (nobody's order depends on what others have cached or compute); then time to live,
+erasing, epochs, published prefixes, pages. Where a gate could pass for the wrong reason, it is seen to fail on a broken
+build.
 """
 
 from array import array
@@ -186,26 +187,53 @@ def test_terms_that_say_nothing_mean_what_the_replica_says() -> None:
 # The rank gate
 
 
-def order_of_starts(warm: bool) -> list[int]:
-    """In which order six requests of two accounts start, where the prompts of one are cached, or others of its are."""
-    simulation = Simulation(blocks=256, sequences=1)
-    for id in range(3):
-        simulation.submit(100 + id, words(25, id if warm else 50 + id), OTHER, max_tokens=1)
-        simulation.run()
-    simulation.submit(1, words(25, 9), Scope(account=b"3" * 16), max_tokens=3)
+def order_of_starts(scope: Scope, way: str, *, same: bool) -> list[int]:
+    """In which order four prompts of TENANT start, where `scope` has had the third's cached, or the first's is being
+    computed for it; or, not the `same`, another prompt of that length."""
+    simulation = Simulation(blocks=256, sequences=2 if way == "cached" else 3)
+    known = 2 if way == "cached" else 0
+    simulation.submit(1, words(25, 9), Scope(account=b"3" * 16), max_tokens=40)  # takes a place for long
     simulation.step()
-    for id in range(3):
-        simulation.submit(10 + id, words(25, 20 + id), TENANT, max_tokens=1)
-        simulation.submit(20 + id, words(25, id), OTHER, max_tokens=1)
-    order: list[int] = []
-    while not simulation.loop.idle:
-        assert simulation.step()
-        order += [s.id for s in simulation.scheduler.running.sequences if s.id not in order]
-    return [id for id in order if 10 <= id < 20]
+    simulation.submit(2, words(60, 20 + known if same else 50), scope, max_tokens=1)
+    simulation.step()
+    if way == "cached":
+        while simulation.heard[1, 2].finish is None:
+            simulation.step()
+    asked = [simulation.submit(10 + id, words(60, 20 + id), TENANT, max_tokens=1)[0] for id in range(4)]
+    simulation.run()
+    simulation.assert_all_finished()
+    return sorted(range(4), key=lambda id: asked[id].sequence.start_order)
 
 
-def test_the_order_of_starts_in_one_account_does_not_tell_what_another_has_cached() -> None:
-    assert order_of_starts(warm=True) == order_of_starts(warm=False)
+@pytest.mark.parametrize("way", ["cached", "computed"])
+@pytest.mark.parametrize("stranger", STRANGERS, ids=str)
+def test_an_accounts_order_does_not_tell_what_others_have_cached_or_compute(stranger: Scope, way: str) -> None:
+    assert order_of_starts(stranger, way, same=True) == order_of_starts(stranger, way, same=False)
+
+
+def test_an_accounts_order_does_follow_what_it_computes_itself() -> None:
+    """The control: its first prompt steps aside until its blocks are cached."""
+    assert order_of_starts(TENANT, "computed", same=True) == [1, 0, 2, 3]
+    assert order_of_starts(TENANT, "computed", same=False) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "wrong"),
+    [
+        ("scheduling.validation", "scope_id=scope.id", 'scope_id=b"x" * 16'),
+        (
+            "scheduling.admission",
+            "self._namespaces.get(sequence.namespace, [])",
+            "[other for namespace in self._namespaces.values() for other in namespace]",
+        ),
+    ],
+)
+def test_the_rank_gate_fails_where_sequences_wait_for_prefixes_of_others(
+    module: str, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_broken(module, right, wrong, monkeypatch)
+    with pytest.raises(AssertionError):
+        test_an_accounts_order_does_not_tell_what_others_have_cached_or_compute(OTHER, "computed")
 
 
 # Time to live
