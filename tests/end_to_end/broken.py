@@ -1,4 +1,4 @@
-"""`hearth` with one fault of the kind that quotas have elsewhere, so that whoever measures can see that it is noticed.
+"""`hearth` with one fault of the kind that others have had, so that whoever measures can see that it is noticed.
 
 python -m tests.end_to_end.broken leaving-is-free gateway --port 8787
 """
@@ -9,7 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
+from engine.protocol.types import Scope, ScopeKind
 from gateway.cli import main
+from gateway.commands import serve
+from gateway.inference import cache_scope
 from tenants.limits.quota import Quota
 from tenants.limits.reservation import CallUsage, Reservation
 from tenants.records.holds import Granted
@@ -59,14 +62,38 @@ def an_outage_loses_settlements() -> None:
     Quota._append_to_outbox = careless  # type: ignore[method-assign]
 
 
+def tenants_share_prefixes() -> None:
+    """Every account reads what every other has cached."""
+
+    def common(kind: ScopeKind, id: bytes = b"", epoch: int = 0, account: bytes = b"") -> Scope:
+        return Scope(kind, b"" if kind is ScopeKind.REQUEST else bytes(16), epoch, account)
+
+    cache_scope.Scope = common  # type: ignore[assignment, misc]
+
+
 BREAKS: Final[dict[str, Callable[[], None]]] = {
     "leaving-keeps-its-hold": leaving_keeps_its_hold,
     "leaving-is-free": leaving_is_free,
     "nothing-is-held": nothing_is_held,
     "an-outage-loses-settlements": an_outage_loses_settlements,
+    "tenants-share-prefixes": tenants_share_prefixes,
 }
 
 
+def break_children(name: str) -> None:
+    """Lets `hearth serve` start its gateway with the same fault."""
+    start = serve.ServeProcess
+
+    def broken(process: str, command: Sequence[str], *others: Any) -> serve.ServeProcess:
+        at = command.index("-m") + 1
+        words = ["tests.end_to_end.broken", name] if command[at] == "gateway.cli" else [command[at]]
+        return start(process, [*command[:at], *words, *command[at + 1 :]], *others)
+
+    serve.ServeProcess = broken  # type: ignore[assignment, misc]
+
+
 if __name__ == "__main__":
-    BREAKS[sys.argv.pop(1)]()
+    name = sys.argv.pop(1)
+    BREAKS[name]()
+    break_children(name)
     sys.exit(main())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import cloudflare
     import openai
 
+ROOT = Path(__file__).parents[2]
 EMBER = "@cf/hearth/ember"
 START_S = 90.0
 ONE_THREAD = "[machine]\nthreads = 1\n"  # several tests run at once: threads that wait for each other's cores stall
@@ -135,6 +136,15 @@ def serving(
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+
+
+@contextlib.contextmanager
+def serving_broken(name: str, folder: Path, settings: str = "") -> Iterator[Hearth]:
+    """`serving` with a fault of broken.py in the gateway."""
+    command = [sys.executable, "-m", "tests.end_to_end.broken", name]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # tests are not installed
+    with serving(folder, settings, command, {**os.environ, "PYTHONPATH": path}) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

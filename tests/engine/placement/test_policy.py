@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.placement import policy
 from engine.placement.capacity import MOVES_PER_MINUTE, RESIZES_PER_MINUTE
 from engine.placement.policy import HEAD_START_S, HEAD_STARTS, decide_placement, estimate_ready_ms, unplaceable_reason
 from engine.placement.snapshot import (
@@ -441,6 +442,15 @@ def test_six_models_in_two_rooms_at_two_requests_a_second() -> None:
         trace = zipf(random.Random(seed), _names(models), 2.0, 80)
         waits_s += _played([replace(request, tokens=32) for request in trace], models, 2).waits()
     assert sorted(waits_s)[len(waits_s) * 95 // 100] <= 0.75
+
+
+def test_waits_pass_their_bound_where_the_model_that_was_asked_for_last_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrivals = policy._arrivals
+    monkeypatch.setattr(policy, "_arrivals", lambda capacity: arrivals(capacity)[::-1])
+    with pytest.raises(AssertionError):
+        test_six_models_in_two_rooms_at_two_requests_a_second()
 
 
 def test_a_trace_that_was_recorded_costs_little_more_than_it_must() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from engine.protocol.types import FinishReason, SchedulingTerms, Scope, ScopeKind
+from engine.scheduling import best_effort
 from engine.scheduling.best_effort import IDLE_STEP_FACTOR, IDLE_STEP_ROWS, BestEffortBudget
 from engine.scheduling.validation import SubmitRejected
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
@@ -38,6 +39,12 @@ def test_live_steps_grow_by_less_than_a_twentieth(seed: int) -> None:
     added = behind[: len(chunks)]
     extra = {each: chunk - 1 for each, chunk in zip(added, chunks, strict=True)}
     assert predicted_us([*live, *added], extra) < 1.05 * alone_us
+
+
+def test_live_steps_grow_by_more_where_the_slack_is_twice_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_effort, "STEP_SLACK", 2 * best_effort.STEP_SLACK)
+    with pytest.raises(AssertionError):
+        test_live_steps_grow_by_less_than_a_twentieth(0)
 
 
 def test_what_a_step_has_room_for_is_used() -> None:

@@ -13,6 +13,7 @@ from engine.scheduling.token_budget import PROMPT_ROWS_MIN, SchedulerConfig, Tok
 from engine.step.cost_model import CostModel
 from engine.step.layout import unpack_step
 from tests.engine.scheduling.simulation.replica import Fault, Simulation
+from tests.engine.scheduling.simulation.test_replica import install_broken
 
 COSTS = CostModel(
     rows=((1, 3500.0), (64, 3700.0), (256, 5000.0), (1024, 14000.0), (8192, 112000.0)),
@@ -154,7 +155,7 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
         costs=COSTS,
         gap_ms=12.0,
     )
-    rows = []
+    rows, late_us = list[int](), list[float]()
 
     def misfortune() -> Fault:
         plan = simulation.scheduler.running.inflight[-1]
@@ -164,7 +165,8 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
                 keys = sum(range(context - chunk + 1, context + 1))
                 took_us += keys * (COSTS.key_us if chunk == 1 else COSTS.prompt_pair_us)
             rows.append(sum(plan.chunks))
-            assert took_us <= 12_000 or rows[-1] <= len(plan.chunks) + PROMPT_ROWS_MIN
+            if took_us > 12_000 and rows[-1] > len(plan.chunks) + PROMPT_ROWS_MIN:
+                late_us.append(took_us)  # an error that is raised here is a step that failed, as any other
         return Fault()
 
     simulation.misfortune = misfortune
@@ -174,7 +176,21 @@ def test_streams_keep_their_gap_while_long_prompts_arrive(depth: int) -> None:
         simulation.submit(id, range(id, id + 3000), max_tokens=2)
     simulation.run()
     simulation.assert_all_finished()
+    assert late_us == []
     assert max(rows) > 400
+
+
+BREAKS = {
+    "a step has no gap to keep": ("return self._config.gap_ms * 1e3 / self.slowness", "return 1e9"),
+    "prompts get twice the rows that fit": ("max(0, fitting - 1)\n", "2 * fitting\n"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_streams_lose_their_gap_where_the_budget_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_broken("scheduling.token_budget", *BREAKS[name], monkeypatch)
+    with pytest.raises(AssertionError):
+        test_streams_keep_their_gap_while_long_prompts_arrive(1)
 
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3, 1.7])

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine.protocol import frames
 from engine.protocol.types import RejectReason, Scope, ScopeKind
+from gateway.inference.lifecycle import InferenceCall
 from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL, WORDS
@@ -509,6 +511,17 @@ async def test_a_long_prompt_is_encoded_beside_the_streams(tmp_path: Path) -> No
         assert max(gaps) < took_s / 2
         listening.cancel()
         client.leave()
+
+
+def test_streams_wait_where_a_long_prompt_is_encoded_on_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def compute(self: InferenceCall, function: Callable[[], Any]) -> Any:
+        return function()
+
+    monkeypatch.setattr(InferenceCall, "compute", compute)
+    with pytest.raises(AssertionError, match="max"):
+        test_a_long_prompt_is_encoded_beside_the_streams(tmp_path)
 
 
 @looped

@@ -79,6 +79,12 @@ async def test_a_frozen_redis_is_noticed_within_a_fifth_of_a_second(
     assert min(times) < 2 * ANSWER_S + 0.05, times
 
 
+async def test_the_bound_fails_where_redis_is_waited_for_longer(line: CommandPipeline, frozen_redis: Any) -> None:
+    assert module.ANSWER_S > 4 * ANSWER_S, "patient_line has raised it"
+    with pytest.raises(AssertionError, match=r"^\[0\."):
+        await test_a_frozen_redis_is_noticed_within_a_fifth_of_a_second(line, frozen_redis, None)
+
+
 async def test_200_callers_of_a_frozen_redis_wait_no_longer_than_one(
     line: CommandPipeline, frozen_redis: Any, deadline_of_service: None
 ) -> None:
