@@ -5,7 +5,7 @@
     close   gives everything back for good: the workspace, the host's copies, then what else is mapped
 
 Steps may be launched as soon as `wake` returns: each layer waits on the device until its weights are there. It knows
-no steps, and not when a model is to sleep, or why.
+how large steps may be, not what they compute, and not when a model is to sleep, or why.
 """
 
 from collections.abc import Sequence as Items

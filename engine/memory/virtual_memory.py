@@ -63,11 +63,15 @@ class MemoryDriver(Protocol):
 
 
 class Arena:
-    """The memory of one model on one device, of which at most `max_bytes` are mapped at once."""
+    """The memory of one model on one device, of which at most `max_bytes` are mapped at once.
+
+    mapped_bytes    of all regions, which count theirs here.
+    """
 
     def __init__(self, driver: MemoryDriver, max_bytes: int) -> None:
         self.driver = driver
         self.max_bytes = max_bytes
+        self.mapped_bytes = 0
         self._regions: WeakSet[Region] = WeakSet()
 
     @classmethod
@@ -76,10 +80,6 @@ class Arena:
         if device.type == "cuda":
             return cls(CudaMemoryDriver(device), max_bytes or torch.cuda.mem_get_info(device)[1])
         return cls(HostMemoryDriver(), max_bytes or ADDRESS_BYTES_MAX)
-
-    @property
-    def mapped_bytes(self) -> int:
-        return sum(region.mapped_bytes for region in self._regions)
 
     def reserve(self, name: str, size: int, piece_bytes: int) -> "Region":
         """Addresses for `size` bytes and what is missing to whole units, in pieces of which the last may be shorter.
@@ -108,7 +108,7 @@ class Arena:
             assert before.address + before.size <= after.address, f"{before.name} and {after.name} overlap"
         for region in regions:
             region.check()
-        assert self.mapped_bytes <= self.max_bytes
+        assert sum(region.mapped_bytes for region in regions) == self.mapped_bytes <= self.max_bytes
 
 
 class Region:
@@ -150,7 +150,7 @@ class Region:
                 assert piece not in self._handles, f"piece {piece} of {self.name} has memory already"
                 address, size = self.address + piece * self.piece_bytes, self.bytes_of(piece)
                 self._handles[piece] = self._arena.driver.map(address, size)
-                self.mapped_bytes += size
+                self._count(size)
                 undoing.callback(self.unmap, [piece])
             undoing.pop_all()
 
@@ -161,7 +161,11 @@ class Region:
             size = sum(self.bytes_of(piece) for piece in range(first, last))
             handles = [self._handles.pop(piece) for piece in range(first, last)]
             self._arena.driver.unmap(self.address + first * self.piece_bytes, size, handles)
-            self.mapped_bytes -= size
+            self._count(-size)
+
+    def _count(self, size: int) -> None:
+        self.mapped_bytes += size
+        self._arena.mapped_bytes += size
 
     def map_all(self) -> None:
         self.map(range(len(self)))
