@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from gateway.tool_parsers.json_formats import EMBER, HERMES, LLAMA_JSON
+from gateway.tool_parsers.deepseek_kimi import DEEPSEEK, DEEPSEEK_FENCED, KIMI
+from gateway.tool_parsers.hermes_llama import EMBER, HERMES, LLAMA_JSON
 from gateway.tool_parsers.mistral import MISTRAL_LIST, MISTRAL_NAMED
 from gateway.tool_parsers.pythonic import PYTHONIC
 from gateway.tool_parsers.qwen_coder import QWEN_CODER
-from gateway.tool_parsers.sectioned import DEEPSEEK, DEEPSEEK_FENCED, KIMI
 from gateway.tool_parsers.tool_format import ToolFormat
 
 # By name, without the tokens of any model.

@@ -10,7 +10,7 @@ from engine.protocol.types import Grammar, GrammarKind, SamplingParams
 from gateway.errors import ApiError
 from gateway.inference.grammar import answer_grammar, grammar_error
 from gateway.inference.prompt import Prompt
-from gateway.tool_parsers.json_formats import EMBER, HERMES
+from gateway.tool_parsers.hermes_llama import EMBER, HERMES
 from gateway.tool_parsers.tool_format import ToolFormat
 from gateway.tool_parsers.tool_schema import ToolSelection
 
