@@ -6,10 +6,11 @@ The end is an HMAC under that secret of all lines before it: a file that was cut
 The file lacks open requests, rates of the running minute, notices on their way, idempotency keys, batches.
 """
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -24,7 +25,9 @@ from tenants.store.protocol import RETENTION_DAYS, Store
 
 FORMAT: Final = 1
 LINE_BYTES_MAX: Final = 1 << 20
-SETTLED_AT_ONCE: Final = 500
+COMPARED_AT_ONCE: Final = 500  # usage records
+SETTLED_AT_ONCE: Final = 50  # so that a call that wants to write meanwhile waits for some milliseconds
+SETTLE_PAUSE_S: Final = 0.004  # in which such a call gets its turn
 
 ExportProgress = Callable[[int], object]  # so many bytes more are done
 
@@ -126,8 +129,8 @@ async def _lines(
             yield _Token(row[0], list(row[1]))
         if usage:
             today = now_s // 86_400
-            rows = await store.quotas.usage(account.id, today - RETENTION_DAYS, today + 1)
-            for day in sorted({row.day for row in rows}):
+            usage_rows = await store.quotas.usage([account.id], today - RETENTION_DAYS, today + 1, ())
+            for day in sorted({row.day for row in usage_rows.get(account.id, ())}):
                 for record in await store.quotas.records(account.id, day):
                     yield _Usage(record)
         if audit:
@@ -210,8 +213,9 @@ async def _merge(file: BinaryIO, store: Store, progress: ExportProgress, write: 
     plans = {plan.name: plan for plan in await store.accounts.plans()}
     known = {account.id: account for account in await store.accounts.list()}
     merger = _Merger(store, plans, known, write)
-    for _, lines in groupby(_read(file, progress), _group_key):
-        await merger.merge(list(lines))
+    for _, group in groupby(_read(file, progress), _group_key):
+        while lines := list(islice(group, COMPARED_AT_ONCE)):
+            await merger.merge(lines)
     return merger.imported
 
 
@@ -317,10 +321,11 @@ class _Merger:
             await self._store.accounts.update_token(token, seals)
 
     async def _merge_records(self, records: list[UsageRecord]) -> None:
-        """All of one account and day, by request id."""
+        """Records of one account and day, by request id."""
         account_id, day = records[0].account_id, records[0].day
         self._check_owner(account_id)
-        existing = {record.request_id: record for record in await self._store.quotas.records(account_id, day)}
+        stored = await self._store.quotas.records(account_id, day, [record.request_id for record in records])
+        existing = {record.request_id: record for record in stored}
         added = []
         for record in records:
             if (day, record.request_id) <= self._record:
@@ -334,6 +339,7 @@ class _Merger:
         if self._write:
             for start in range(0, len(added), SETTLED_AT_ONCE):
                 await self._store.quotas.settle(added[start : start + SETTLED_AT_ONCE])
+                await asyncio.sleep(SETTLE_PAUSE_S)
 
     async def _merge_entries(self, entries: list[AuditEntry]) -> None:
         """Merges one account's entries with the stored chain: one is the beginning of the other."""

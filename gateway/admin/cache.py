@@ -39,7 +39,8 @@ class PurgeItem(msgspec.Struct, frozen=True):
 
 async def show(context: AdminContext, request: AdminRequest[DaysQuery, NoFields]) -> AdminResult[CacheItem]:
     account = await context.accounts.get(request.account_id)
-    rows = await context.store.quotas.usage(account.id, *span(context, request.query))
+    usage = await context.store.quotas.usage([account.id], *span(context, request.query), ())
+    rows = usage.get(account.id, ())
     prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
     return AdminResult(
         CacheItem(

@@ -15,7 +15,7 @@ from gateway.commands.access.store_access import Access, StoreAccess
 from gateway.commands.terminal.options import Day, Json, command_app, exclusive
 from gateway.commands.terminal.output import day_text, format_amount, print_either, print_json, print_table, progress
 from tenants.records.usage import MICRO, Totals, UsageRow
-from tenants.store.protocol import RETENTION_DAYS, Store
+from tenants.store.protocol import RETENTION_DAYS, USAGE_ACCOUNTS, Store
 
 _TEACHING: Final = """\
 examples:
@@ -30,6 +30,7 @@ Days are in UTC. Records are kept for 400 days. Exit status of reconcile: 1 wher
 """
 _DAYS: Final = 30
 _COUNTS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+_COLUMNS: Final = {"day": (), "model": ("model",), "token": ("token_id",), "tag": ("tags",)}
 _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
     "day": lambda row: [day_text(row.day)],
     "model": lambda row: [row.model],
@@ -84,8 +85,11 @@ async def usage(
     days = _days(first, last)
     sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     total: Counter[str] = Counter()
-    for account_id in progress(await _ids(access, accounts), "accounts"):
-        for row in await access.store.quotas.usage(account_id, days[0], days[-1]):
+    ids = await _ids(access, accounts)
+    for start in progress(range(0, len(ids), USAGE_ACCOUNTS), "hundreds of accounts"):
+        some = ids[start : start + USAGE_ACCOUNTS]
+        usage = await access.store.quotas.usage(some, days[0], days[-1], _COLUMNS[by])
+        for account_id, row in ((id, row) for id in some for row in usage.get(id, ())):
             amounts = {name: getattr(row, name) for name in (*_COUNTS, "micro_neurons")}
             total.update(amounts)
             for key in _KEYS[by](row):
@@ -138,7 +142,8 @@ def _print_differences(differ: Sequence[BalanceRow], compared: int, days: range)
 
 async def balances(store: Store, account_id: str, days: range) -> AsyncIterator[BalanceRow]:
     """One row for each day with usage and each subject that has a record there, the account itself first."""
-    recorded = {row.day for row in await store.quotas.usage(account_id, days[0], days[-1])}
+    rows = (await store.quotas.usage([account_id], days[0], days[-1], ())).get(account_id, ())
+    recorded = {row.day for row in rows}
     for day in days:
         if day not in recorded and await store.quotas.totals(account_id, day) == Totals():
             continue

@@ -84,7 +84,8 @@ def first_of_next_month(day: int) -> int:
 
 
 class UsageRow(msgspec.Struct, frozen=True):
-    """Sums over one account's day, one of its tokens, one model and one set of tags, a line each."""
+    """Sums over one account's day, one of its tokens, one model and one set of tags, a line each; "" for what was not
+    told apart."""
 
     day: int
     token_id: str

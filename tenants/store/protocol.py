@@ -5,7 +5,7 @@ idempotent, so that a caller who does not know may repeat them. Two implementati
 tests/tenants/store/test_contract.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from tenants.records.accounts import Account, AuditEntry, Notice, Plan
@@ -19,6 +19,8 @@ Clock = Callable[[], float]  # seconds since 1970
 RETENTION_DAYS: Final = 400  # sweep() removes records and sums of older days
 TAGGED_MAX: Final = 10_000  # rows of one account's day; from there on, new sets of tags are summed as OTHER_TAGS
 OTHER_TAGS: Final = "*"
+USAGE_COLUMNS: Final = ("token_id", "model", "tags")  # that usage is told apart by, beside the day
+USAGE_ACCOUNTS: Final = 100  # that usage() is asked for at once where there are many
 
 
 class StoreUnavailable(Exception):
@@ -102,11 +104,16 @@ class QuotaStore(Protocol):
     async def totals(self, account_id: str, day: int) -> Totals:
         """The counters; O(1)."""
 
-    async def records(self, account_id: str, day: int) -> Sequence[UsageRecord]:
-        """All records that were charged to the day, by request id; O(their number)."""
+    async def records(
+        self, account_id: str, day: int, request_ids: Sequence[str] | None = None
+    ) -> Sequence[UsageRecord]:
+        """All records that were charged to the day, or those of these requests, by request id; O(their number)."""
 
-    async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
-        """Sums of final and expired records, by day, token, model and tags, in that order.
+    async def usage(
+        self, account_ids: Sequence[str], first_day: int, last_day: int, by: Collection[str] = USAGE_COLUMNS
+    ) -> Mapping[str, Sequence[UsageRow]]:
+        """Sums of final and expired records, by day and these columns, in that order, of each account that has any;
+        O(the number of the sums by all columns), not that of the records.
 
         Callers choose tags: where a day has TAGGED_MAX rows, new sets of tags are summed as OTHER_TAGS.
         """

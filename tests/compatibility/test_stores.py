@@ -100,7 +100,7 @@ async def test_usage_and_counters_are_read_and_an_open_request_settles(store: St
         ann, "done-1", DAY, 37, 10, 4, 15, "done", token, MODEL, int(facts["now_s"] * MICRO), 40.0, 12.5,
         f"class:large\ntoken:{token}", "x\ny", '{"k":1}',
     )  # fmt: skip
-    assert await store.quotas.usage(ann, DAY, DAY) == [
+    assert (await store.quotas.usage([ann], DAY, DAY))[ann] == [
         UsageRow(DAY, token, MODEL, 1, 50, 5, 0, 6),
         UsageRow(DAY, token, MODEL, 1, 37, 10, 4, 15, "x\ny"),
     ]

@@ -192,6 +192,36 @@ async def test_an_import_that_was_interrupted_is_completed_by_the_next(town: Tow
         await AccountService(target, SECRET, town.clock).verify(town.texts["bob revoked"])
 
 
+async def test_an_import_settles_few_records_at_a_time_with_pauses_for_others(
+    store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, day = 2 * export.COMPARED_AT_ONCE + 7, clock.day
+    account = await AccountService(store, SECRET, clock).create("ann")
+    made = [UsageRecord(account.id, f"r{n:05}", day, 1, 1, 1, 1, "done", "k", "m", 7, 1.0) for n in range(count)]
+    await store.quotas.settle(made)
+    content = await exported(store)
+    steps: list[int] = []
+
+    async def pause(seconds: float) -> None:
+        assert seconds >= 0.001
+        steps.append(0)
+
+    class Spy:
+        async def settle(self, records: Any) -> None:
+            steps.append(len(records))
+
+        async def records(self, account_id: str, of_day: int, request_ids: Any) -> Any:
+            assert len(request_ids) <= export.COMPARED_AT_ONCE
+            return []
+
+    monkeypatch.setattr(store, "quotas", Spy())
+    monkeypatch.setattr(export.asyncio, "sleep", pause)
+    await export.import_accounts(io.BytesIO(content), store, lambda done: None)
+    assert sum(steps) == count
+    assert max(steps) == export.SETTLED_AT_ONCE
+    assert all(step == 0 for step in steps[1::2]), "a pause behind each"
+
+
 WRITES = ("add", "add_token", "update_token", "put_plan", "settle", "append")
 
 

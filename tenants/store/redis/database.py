@@ -38,7 +38,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from tenants.records.usage import MICRO
 from tenants.store.protocol import Clock, StoreUnavailable
-from tenants.store.redis.pipeline import CommandPipeline, connect, redis_errors, unavailable
+from tenants.store.redis.pipeline import PIPELINE_COMMANDS, CommandPipeline, connect, redis_errors, unavailable
 
 READ_S: Final = 5.0  # for an answer that may be long
 SCAN_FIELDS: Final = 500
@@ -91,12 +91,26 @@ class RedisDatabase:
                 answers: list[Any] = await pipeline.execute()
                 return answers
 
-    async def hash_values(self, key: str) -> AsyncIterator[bytes]:
-        """The values of a large hash that no longer changes, in pieces, so that no other command waits long."""
+    async def read_apart(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """The answers of commands between which others may come; not on the request path."""
+        answers: list[Any] = []
+        with redis_errors():
+            for first in range(0, len(commands), PIPELINE_COMMANDS):
+                async with asyncio.timeout(READ_S), self.reads.pipeline(transaction=False) as pipeline:
+                    for command in commands[first : first + PIPELINE_COMMANDS]:
+                        pipeline.execute_command(*command)
+                    answers += await pipeline.execute()
+        return answers
+
+    async def hash_pieces(self, key: str) -> AsyncIterator[dict[bytes, bytes]]:
+        """The fields and values of a large hash in pieces, so that no other command waits long. What changes meanwhile
+        may be there twice, before and after; what stays there is there."""
+        cursor: int | None = None
         with redis_errors():
             async with asyncio.timeout(READ_S * 12):
-                async for _, value in self.reads.hscan_iter(key, count=SCAN_FIELDS):
-                    yield value
+                while cursor != 0:
+                    cursor, piece = await self.reads.hscan(key, cursor or 0, count=SCAN_FIELDS)
+                    yield piece
 
     async def account_ids(self) -> list[str]:
         (ids,) = await self.read(("SMEMBERS", "hearth:accounts"))

@@ -1,7 +1,9 @@
 """Holds, usage records and counters in the Redis store: every decision is one Lua call, timed by Redis' own clock."""
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -9,8 +11,9 @@ from msgspec import structs
 
 from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.usage import DAY_US, MICRO, Balance, Totals, UsageRecord, UsageRow
+from tenants.store.protocol import USAGE_COLUMNS
 from tenants.store.redis import scripts
-from tenants.store.redis.database import RedisDatabase, account_key, grouped
+from tenants.store.redis.database import SCAN_FIELDS, RedisDatabase, account_key, grouped
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS
 
 _SUMS: Final = Totals.__struct_fields__
@@ -75,22 +78,46 @@ class RedisQuotaStore:
     async def totals(self, account_id: str, day: int) -> Totals:
         return _totals(await self._database.ask("HMGET", account_key(account_id, f"day:{day}"), *_SUMS))
 
-    async def records(self, account_id: str, day: int) -> Sequence[UsageRecord]:
-        (packed,) = await self._database.read(("HVALS", account_key(account_id, f"ledger:{day}")))
+    async def records(
+        self, account_id: str, day: int, request_ids: Sequence[str] | None = None
+    ) -> Sequence[UsageRecord]:
+        ledger = account_key(account_id, f"ledger:{day}")
+        if request_ids is not None:
+            (values,) = await self._database.read(("HMGET", ledger, *request_ids)) if request_ids else ([],)
+            packed = [value for value in values if value is not None]
+        else:
+            packed = list((await self._fields(ledger)).values())
         # The day in a hold's record was guessed before the decision, and may be off by one.
         records = [structs.replace(_unpack_record(value), day=day) for value in packed]
         return sorted(records, key=lambda record: record.request_id)
 
-    async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
-        days = range(first_day, last_day + 1)
-        hashes = await self._database.read(*(("HGETALL", account_key(account_id, f"usage:{day}")) for day in days))
-        rows = []
-        for day, fields in zip(days, hashes, strict=True):
-            for field, value in fields.items():
-                token_id, model, *tags = field.decode().split(scripts.FIELD_SEPARATOR)
-                columns: Any = (day, token_id, model, *map(int, value.split(b":")), "".join(tags))
-                rows.append(UsageRow(*columns))
-        return sorted(rows, key=lambda row: (row.day, row.token_id, row.model, row.tags))
+    async def usage(
+        self, account_ids: Sequence[str], first_day: int, last_day: int, by: Collection[str] = USAGE_COLUMNS
+    ) -> Mapping[str, Sequence[UsageRow]]:
+        script = ("EVAL", scripts.USAGE_DAYS, 1)
+        looks = [
+            (*script, account_key(account_id), self._database.now_us(), first_day, last_day)
+            for account_id in account_ids
+        ]
+        found = [
+            (account_id, day, fields)
+            for account_id, days in zip(account_ids, await self._database.read_apart(looks), strict=True)
+            for day, fields in days
+        ]
+        keys = {(account_id, day): account_key(account_id, f"usage:{day}") for account_id, day, _ in found}
+        few = [(account_id, day) for account_id, day, fields in found if fields <= SCAN_FIELDS]
+        hashes = await self._database.read_apart([("HGETALL", keys[name]) for name in few])
+        sums = dict(zip(few, hashes, strict=True))
+        for name in keys.keys() - sums.keys():
+            sums[name] = await self._fields(keys[name])
+        return await asyncio.to_thread(_rows, sums, by)
+
+    async def _fields(self, key: str) -> dict[bytes, bytes]:
+        """A hash of any size."""
+        fields: dict[bytes, bytes] = {}
+        async for piece in self._database.hash_pieces(key):
+            fields |= piece
+        return fields
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """See QuotaStore. A day that is over is read in pieces, so that no other command waits; today in one look."""
@@ -99,7 +126,7 @@ class RedisQuotaStore:
         counters = ("HMGET", account_key(account_id, f"day:{day}{subject_part}"), *_SUMS)
         holds = ("HVALS", account_key(account_id, "holds"))
         if (day + 1) * DAY_US < (self._database.now_us() or int(time.time() * MICRO)):
-            packed = [value async for value in self._database.hash_values(ledger)]
+            packed = list((await self._fields(ledger)).values())
             counted, hold_values = await self._database.read(counters, holds)
         else:
             counted, packed, hold_values = await self._database.read(counters, ("HVALS", ledger), holds)
@@ -116,6 +143,21 @@ def _recorded(packed: Sequence[bytes], holds: Sequence[bytes], day: int, subject
     ]
     sums = {name: sum(getattr(record, name) for record in records) for name in _SUMS[1:5]}
     return Totals(requests=len(records), held=sum(held), open=len(held), **sums)
+
+
+def _rows(sums: Mapping[tuple[str, int], Mapping[bytes, bytes]], by: Collection[str]) -> dict[str, list[UsageRow]]:
+    """The rows of each account, in their order, from the fields of its days."""
+    rows: dict[str, list[UsageRow]] = {}
+    for (account_id, day), fields in sorted(sums.items()):
+        counts: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0] * 5)
+        for field, value in fields.items():
+            token_id, model, *tags = field.decode().split(scripts.FIELD_SEPARATOR)
+            parts = {"token_id": token_id, "model": model, "tags": "".join(tags)}
+            key: Any = tuple(parts[name] if name in by else "" for name in USAGE_COLUMNS)
+            counts[key] = [sum(pair) for pair in zip(counts[key], map(int, value.split(b":")), strict=True)]
+        of_day: list[Any] = [(day, *key[:2], *counts[key], key[2]) for key in sorted(counts)]
+        rows.setdefault(account_id, []).extend(UsageRow(*columns) for columns in of_day)
+    return rows
 
 
 def _account_key(record: UsageRecord) -> str:

@@ -317,6 +317,16 @@ return 1
 
 SWEEP: Final = f"{COMMON}return expire()"
 
+# ARGV: now, first day, last day. Returns the days of them that have usage, and how many sums each has.
+USAGE_DAYS: Final = f"""{COMMON}
+local days = {{}}
+for day = ARGV[2], ARGV[3] do
+    local count = redis.call('HLEN', account .. ':usage:' .. string.format('%.0f', day))
+    if count > 0 then days[#days + 1] = {{day, count}} end
+end
+return days
+"""
+
 # ARGV: now, revision, suspended_at, plan, document.
 UPDATE_ACCOUNT: Final = f"""{COMMON}
 if redis.call('EXISTS', account) == 0 then return 0 end

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 from tenants.records.usage import MICRO
 from tenants.store.protocol import Clock, StoreUnavailable
-from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION
+from tenants.store.sqlite.schema import MIGRATIONS, SCHEMA, SCHEMA_VERSION, USAGE
 
 BUSY_MS: Final = 1_000  # how long to wait for another process's write
+LOOK_MS: Final = 1  # SQLite sleeps for so long before it says that the file is busy
 PAGE_BYTES: Final = 2_048  # a commit writes whole pages; a pair of calls costs 4 µs less than with the default
 # A write-ahead log of this many pages is copied into the file by whoever commits, unless sweep() did it before. Every
 # version of the few pages that all decisions touch is in it, so a long one makes each look-up slower.
@@ -39,6 +40,7 @@ class SqliteFile:
             self.run("PRAGMA journal_mode = WAL")
             self.run("PRAGMA synchronous = NORMAL")
             self.run(f"PRAGMA wal_autocheckpoint = {LOG_PAGES_MAX}")
+            self.run(f"PRAGMA busy_timeout = {LOOK_MS}")
         except (sqlite3.Error, OSError) as error:
             raise self._unavailable(error) from error
         self._migrate()
@@ -48,8 +50,9 @@ class SqliteFile:
             (version,) = self.run("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
                 raise StoreUnavailable(f"{self._path} was written by a newer Hearth; run that one, or use another file")
-            for script in (SCHEMA, *MIGRATIONS)[version:]:
-                for statement in script.strip().rstrip(";").split(";"):
+            summed = self.run("SELECT 1 FROM sqlite_schema WHERE name = 'usage'").fetchone()
+            for script in (*(SCHEMA, *MIGRATIONS)[version:], *(() if summed else (USAGE,))):
+                for statement in _statements(script):
                     self.run(statement)
             if version < SCHEMA_VERSION:
                 self.run(f"PRAGMA user_version = {SCHEMA_VERSION}")
@@ -60,7 +63,7 @@ class SqliteFile:
     def rows(self, statement: str, *values: Any) -> list[Any]:
         """All rows of a query. Raises StoreUnavailable."""
         try:
-            return self.run(statement, values).fetchall()
+            return self._patiently(statement, values).fetchall()
         except sqlite3.Error as error:
             raise self._unavailable(error) from error
 
@@ -73,7 +76,7 @@ class SqliteFile:
     def transaction(self) -> Iterator[None]:
         """Commits what `run` does inside, or nothing of it. Raises StoreUnavailable."""
         try:
-            self.run("BEGIN IMMEDIATE")
+            self._patiently("BEGIN IMMEDIATE")
             yield
             self.run("COMMIT")
         except BaseException as error:
@@ -82,6 +85,18 @@ class SqliteFile:
             if isinstance(error, sqlite3.Error):
                 raise self._unavailable(error) from error
             raise
+
+    def _patiently(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        """Runs what other processes may keep from beginning. It looks again and again: SQLite's own waiting sleeps ever
+        longer, and misses the pauses of a process that writes much."""
+        deadline = time.monotonic() + BUSY_MS / 1000
+        while True:
+            try:
+                return self.run(statement, values)
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > deadline:
+                    raise
 
     def snapshot(self, *queries: tuple[str, Any]) -> list[list[Any]]:
         """All rows of each query, of one moment. It may take long, and so belongs into a thread. Raises
@@ -107,6 +122,16 @@ class SqliteFile:
         code = sqlite3.SQLITE_CANTOPEN if isinstance(error, OSError) else getattr(error, "sqlite_errorcode", 0) & 0xFF
         advice = _ADVICE.get(code, "see the message of SQLite before it")
         return StoreUnavailable(f"{self._path}: {error}: {advice}")
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements between semicolons, those of triggers whole."""
+    statement = ""
+    for part in script.strip().rstrip(";").split(";"):
+        statement += f"{part};"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
 
 
 _READ_ONLY: Final = "make the file, its folder and its disk writable for this user"

@@ -1,7 +1,10 @@
 """Holds, usage records and counters in the SQLite store. schema.py says which numbers add up."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from msgspec import structs
@@ -10,7 +13,7 @@ from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import lasts_us
 from tenants.records.usage import EXPIRED, Balance, Totals, UsageRecord, UsageRow, day_of, first_of_month
 from tenants.store.decision import SubjectUsage, decide, remaining
-from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
+from tenants.store.protocol import RETENTION_DAYS, USAGE_COLUMNS
 from tenants.store.sqlite.file import SqliteFile
 from tenants.store.sqlite.schema import NEVER_US
 
@@ -60,18 +63,17 @@ UPDATE holds SET expires_us = ?, micro_neurons = ?, prompt_tokens = ?, cached_to
 _REMOVE_HOLD: Final = "DELETE FROM holds WHERE account_id = ? AND request_id = ? RETURNING day, held, output, rates"
 _PLACEHOLDERS: Final = ", ".join("?" * len(UsageRecord.__struct_fields__))
 _ADD_RECORD: Final = f"INSERT INTO ledger VALUES ({_PLACEHOLDERS}) ON CONFLICT DO NOTHING"
-_SUM_USAGE: Final = """
-WITH kinds AS (
-    SELECT day, token_id, model, tags, count(*) AS requests, sum(micro_neurons) AS micro_neurons,
-        sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens,
-        sum(completion_tokens) AS completion_tokens,
-        row_number() OVER (PARTITION BY day ORDER BY min(started_us), token_id, model, tags) AS place
-    FROM ledger WHERE account_id = :account AND day BETWEEN :first AND :last GROUP BY day, token_id, model, tags
-)
-SELECT day, token_id, model, sum(requests), sum(micro_neurons), sum(prompt_tokens), sum(cached_tokens),
-    sum(completion_tokens), CASE WHEN tags = '' OR place <= :tagged_max THEN tags ELSE :other END AS shown_tags
-FROM kinds GROUP BY day, token_id, model, shown_tags ORDER BY day, token_id, model, shown_tags
+_USAGE: Final = """
+SELECT account_id, day, {token_id} AS of_token, {model} AS of_model, sum(requests), sum(micro_neurons),
+    sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens), {tags} AS of_tags
+FROM usage WHERE account_id IN (SELECT value FROM json_each(?)) AND day BETWEEN ? AND ? AND requests > 0
+GROUP BY account_id, day, of_token, of_model, of_tags ORDER BY account_id, day, of_token, of_model, of_tags
 """
+_REMOVE_RECORDS: Final = """
+DELETE FROM ledger WHERE (account_id, day, request_id) IN (
+    SELECT account_id, day, request_id FROM ledger WHERE account_id = ? AND day = ? LIMIT ?)
+"""
+REMOVED_AT_ONCE: Final = 200  # records, while no other write gets in
 _REMOVE_EXPIRED: Final = """
 DELETE FROM ledger WHERE account_id = ? AND day = ? AND request_id = ? AND outcome = ?
     RETURNING micro_neurons, prompt_tokens, cached_tokens, completion_tokens
@@ -195,16 +197,22 @@ class SqliteQuotaStore:
             with self._file.transaction():
                 swept += self._expire(account_id, now_us)
         if self._cleaned_day != day_of(now_us):
-            self._remove_before(day_of(now_us) - RETENTION_DAYS)
+            await self._remove_before(day_of(now_us) - RETENTION_DAYS)
             self._cleaned_day = day_of(now_us)
         await asyncio.to_thread(self._file.shorten_log)
         return swept
 
-    def _remove_before(self, day: int) -> None:
-        """Removes ledgers and counters of older days, and notices and claims that are over."""
+    async def _remove_before(self, day: int) -> None:
+        """Removes ledgers and counters of older days, and notices and claims that are over; a ledger some records at a
+        time, and its day's counters last, so that an end in the middle is no end."""
+        for sums in ("usage", "usage_rows"):
+            self._file.write(f"DELETE FROM {sums} WHERE day < ?", day)
+        for old in self._file.rows("SELECT account_id, day FROM days WHERE day < ? AND subject = ''", day):
+            removed = 1
+            while removed:
+                removed = self._file.write(_REMOVE_RECORDS, *old, REMOVED_AT_ONCE)
+                await asyncio.sleep(0)
         with self._file.transaction():
-            for old in self._run("SELECT account_id, day FROM days WHERE day < ? AND subject = ''", (day,)).fetchall():
-                self._run("DELETE FROM ledger WHERE account_id = ? AND day = ?", old)
             self._run("DELETE FROM days WHERE day < ?", (day,))
             self._run("DELETE FROM notices WHERE due_at < ?", (day * 86_400,))
             self._run("DELETE FROM claims WHERE until_s < ?", (int(self._file.clock()),))
@@ -214,15 +222,30 @@ class SqliteQuotaStore:
         rows = self._file.rows(select, account_id, day)
         return Totals(*rows[0]) if rows else Totals()
 
-    async def records(self, account_id: str, day: int) -> Sequence[UsageRecord]:
-        select = f"SELECT {_RECORD_COLUMNS} FROM ledger WHERE account_id = ? AND day = ? ORDER BY request_id"
-        return [UsageRecord(*row) for row in self._file.rows(select, account_id, day)]
+    async def records(
+        self, account_id: str, day: int, request_ids: Sequence[str] | None = None
+    ) -> Sequence[UsageRecord]:
+        select = f"SELECT {_RECORD_COLUMNS} FROM ledger WHERE account_id = ? AND day = ?"
+        if request_ids is None:
+            rows = self._file.rows(f"{select} ORDER BY request_id", account_id, day)
+        else:
+            these = f"{select} AND request_id IN (SELECT value FROM json_each(?)) ORDER BY request_id"
+            rows = self._file.rows(these, account_id, day, json.dumps(request_ids))
+        return [UsageRecord(*row) for row in rows]
 
-    async def usage(self, account_id: str, first_day: int, last_day: int) -> Sequence[UsageRow]:
-        days = {"account": account_id, "first": first_day, "last": last_day}
-        sums = (_SUM_USAGE, {**days, "tagged_max": TAGGED_MAX, "other": OTHER_TAGS})
-        (rows,) = await asyncio.to_thread(self._file.snapshot, sums)
-        return [UsageRow(*row) for row in rows]
+    async def usage(
+        self, account_ids: Sequence[str], first_day: int, last_day: int, by: Collection[str] = USAGE_COLUMNS
+    ) -> Mapping[str, Sequence[UsageRow]]:
+        select = _USAGE.format_map({name: name if name in by else "''" for name in USAGE_COLUMNS})
+
+        def summed() -> dict[str, list[UsageRow]]:
+            (rows,) = self._file.snapshot((select, (json.dumps(account_ids), first_day, last_day)))
+            return {
+                account_id: [UsageRow(*row) for _, *row in of_account]
+                for account_id, of_account in groupby(rows, itemgetter(0))
+            }
+
+        return await asyncio.to_thread(summed)
 
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         counted_for = "account_id = ? AND day = ? AND (? = '' OR instr(char(10) || subjects || char(10), ?) > 0)"

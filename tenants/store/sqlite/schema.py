@@ -6,6 +6,8 @@ and `gauges.output_held` are sums over `holds` too. `accounts.sweep_us` is a tim
 
 from typing import Final
 
+from tenants.store.protocol import OTHER_TAGS, TAGGED_MAX
+
 # The first version; what came after it is in MIGRATIONS.
 SCHEMA: Final = """
 CREATE TABLE accounts (
@@ -133,3 +135,51 @@ MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES)
 SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)
 
 NEVER_US: Final = 1 << 62  # `accounts.sweep_us` of an account without holds
+
+_USAGE_KEY: Final = "account_id = NEW.account_id AND day = NEW.day AND token_id = NEW.token_id AND model = NEW.model"
+# Sums of the ledger, which triggers keep, also for a Hearth that does not know them: what it writes is summed as well,
+# and it opens the file. So they are no version of their own. A row stays once it is there, at zero if need be: then all
+# records of a set of tags are in one row, whatever came between. `usage_rows` counts a day's rows.
+USAGE: Final = f"""
+CREATE TABLE usage (
+    account_id TEXT NOT NULL, day INTEGER NOT NULL, token_id TEXT NOT NULL, model TEXT NOT NULL, tags TEXT NOT NULL,
+    requests INTEGER NOT NULL, micro_neurons INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL,
+    PRIMARY KEY (account_id, day, token_id, model, tags)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE usage_rows (
+    account_id TEXT NOT NULL, day INTEGER NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (account_id, day)
+) STRICT, WITHOUT ROWID;
+CREATE TRIGGER usage_counted AFTER INSERT ON usage BEGIN
+    INSERT INTO usage_rows VALUES (NEW.account_id, NEW.day, 1) ON CONFLICT DO UPDATE SET count = count + 1;
+END;
+CREATE TRIGGER usage_grows AFTER INSERT ON ledger BEGIN
+    INSERT INTO usage VALUES (NEW.account_id, NEW.day, NEW.token_id, NEW.model, CASE
+        WHEN NEW.tags = '' OR EXISTS (SELECT 1 FROM usage WHERE {_USAGE_KEY} AND tags = NEW.tags) THEN NEW.tags
+        WHEN (SELECT count FROM usage_rows WHERE account_id = NEW.account_id AND day = NEW.day) >= {TAGGED_MAX}
+            THEN '{OTHER_TAGS}' ELSE NEW.tags END,
+        1, NEW.micro_neurons, NEW.prompt_tokens, NEW.cached_tokens, NEW.completion_tokens)
+    ON CONFLICT DO UPDATE SET requests = requests + 1, micro_neurons = micro_neurons + excluded.micro_neurons,
+        prompt_tokens = prompt_tokens + excluded.prompt_tokens, cached_tokens = cached_tokens + excluded.cached_tokens,
+        completion_tokens = completion_tokens + excluded.completion_tokens;
+END;
+CREATE TRIGGER usage_shrinks AFTER DELETE ON ledger BEGIN
+    UPDATE usage SET requests = requests - 1, micro_neurons = micro_neurons - OLD.micro_neurons,
+        prompt_tokens = prompt_tokens - OLD.prompt_tokens, cached_tokens = cached_tokens - OLD.cached_tokens,
+        completion_tokens = completion_tokens - OLD.completion_tokens
+    WHERE {_USAGE_KEY.replace("NEW", "OLD")} AND tags = CASE
+        WHEN EXISTS (SELECT 1 FROM usage WHERE {_USAGE_KEY.replace("NEW", "OLD")} AND tags = OLD.tags) THEN OLD.tags
+        ELSE '{OTHER_TAGS}' END;
+END;
+WITH kinds AS (
+    SELECT account_id, day, token_id, model, tags, count(*) AS requests, sum(micro_neurons) AS micro_neurons,
+        sum(prompt_tokens) AS prompt_tokens, sum(cached_tokens) AS cached_tokens,
+        sum(completion_tokens) AS completion_tokens, row_number() OVER (
+            PARTITION BY account_id, day ORDER BY min(started_us), token_id, model, tags) AS place
+    FROM ledger GROUP BY account_id, day, token_id, model, tags
+)
+INSERT INTO usage SELECT account_id, day, token_id, model,
+    CASE WHEN tags = '' OR place <= {TAGGED_MAX} THEN tags ELSE '{OTHER_TAGS}' END AS shown, sum(requests),
+    sum(micro_neurons), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens)
+FROM kinds GROUP BY account_id, day, token_id, model, shown
+"""

@@ -106,12 +106,12 @@ async def test_usage_is_summed_by_day_token_and_model(store: Store, clock: Any) 
     expired = UsageRecord(ANN, "r9", day, 100, 1, 1, 1, "expired", "k2", "m", 7, 1.0)
     await store.quotas.settle([expired])
     await store.quotas.settle([structs.replace(expired, micro_neurons=7, outcome="done")])
-    assert await store.quotas.usage(ANN, day - 1, day) == [
+    assert (await store.quotas.usage([ANN], day - 1, day))[ANN] == [
         UsageRow(day - 1, "jwt:a|b", "@cf/a/b", 1, 13, 3, 2, 5),
         UsageRow(day, "k1", "m", 2, 21, 6, 4, 10),
         UsageRow(day, "k2", "m", 2, 19, 4, 3, 6),
     ]
-    assert await store.quotas.usage(BOB, day - 1, day) == []
+    assert await store.quotas.usage([BOB], day - 1, day) == {}
 
 
 def tagged(request_id: str, day: int, tags: str, outcome: str = "done", metadata: str = "") -> UsageRecord:
@@ -140,7 +140,7 @@ async def test_usage_is_told_apart_by_tags_up_to_a_limit(store: Store, clock: An
     day = clock.day
     await store.quotas.settle([tagged("r1", day, "b"), tagged("r2", day, ""), tagged("r3", day, "a\nb")])
     await store.quotas.settle([tagged("r4", day, "b"), tagged("r4", day, "b")])
-    assert await store.quotas.usage(ANN, day, day) == [
+    assert (await store.quotas.usage([ANN], day, day))[ANN] == [
         UsageRow(day, "key", "m", 1, 10, 3, 2, 5, ""),
         UsageRow(day, "key", "m", 1, 10, 3, 2, 5, "a\nb"),
         UsageRow(day, "key", "m", 2, 20, 6, 4, 10, "b"),
@@ -151,6 +151,33 @@ async def test_usage_is_told_apart_by_tags_up_to_a_limit(store: Store, clock: An
     await store.quotas.settle(
         [structs.replace(one, outcome="done", micro_neurons=20) for one in late[TAGGED_MAX + 1 :]]
     )
-    rows = await store.quotas.usage(ANN, day - 1, day - 1)
+    rows = (await store.quotas.usage([ANN], day - 1, day - 1))[ANN]
     assert [row.tags for row in rows] == [OTHER_TAGS, *(f"t{n:05}" for n in range(TAGGED_MAX))]
     assert rows[0] == UsageRow(day - 1, "key", "m", 3, 50, 9, 6, 15, OTHER_TAGS)
+
+
+async def test_usage_of_many_accounts_is_summed_by_the_columns_that_are_asked_for(store: Store, clock: Any) -> None:
+    day = clock.day
+    for account_id in (ANN, BOB):
+        await store.accounts.add(Account(account_id, "x", Limits(), 1))
+        made = [structs.replace(tagged(f"r{n}", day, f"t{n % 3}"), account_id=account_id) for n in range(6)]
+        await store.quotas.settle([structs.replace(one, token_id=f"k{n % 2}") for n, one in enumerate(made)])
+    usage = store.quotas.usage
+    assert await usage([ANN, "c" * 32, BOB], day - 1, day, ()) == {
+        account_id: [UsageRow(day, "", "", 6, 60, 18, 12, 30)] for account_id in (ANN, BOB)
+    }
+    by_token = [UsageRow(day, f"k{n}", "", 3, 30, 9, 6, 15) for n in range(2)]
+    assert await usage([BOB], day, day, ("token_id",)) == {BOB: by_token}
+    by_tags = [UsageRow(day, "", "m", 2, 20, 6, 4, 10, f"t{n}") for n in range(3)]
+    assert await usage([ANN], day, day, ("tags", "model")) == {ANN: by_tags}
+    assert len((await usage([ANN], day, day))[ANN]) == 6
+    assert await usage([], day, day) == {}
+
+
+async def test_records_of_some_requests_are_found_among_many(store: Store, clock: Any) -> None:
+    await store.accounts.add(Account(ANN, "ann", Limits(), 1))
+    made = [tagged(f"r{n}", clock.day, "") for n in range(9)]
+    await store.quotas.settle(made)
+    assert list(await store.quotas.records(ANN, clock.day, ["r7", "absent", "r2"])) == [made[2], made[7]]
+    assert list(await store.quotas.records(ANN, clock.day, [])) == []
+    assert list(await store.quotas.records(ANN, clock.day)) == made
