@@ -19,6 +19,7 @@ from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
 from tenants.store.sqlite import quotas, schema
 from tenants.store.sqlite.file import SqliteFile
 from tenants.store.sqlite.store import SqliteStore
+from tests.support.waiting import turns
 
 pytestmark = pytest.mark.anyio
 ANN, BOB = "a" * 32, "b" * 32
@@ -123,18 +124,18 @@ async def test_old_records_are_removed_some_at_a_time_with_their_sums(
     old, kept = clock.day - RETENTION_DAYS - 1, clock.day - RETENTION_DAYS
     await store.quotas.settle([record(ANN, f"r{n}", old) for n in range(95)])
     await store.quotas.settle([record(ANN, "r1", kept), record(BOB, "r1", old)])
-    turns = 0
+    called = 0
 
     async def call() -> None:
-        nonlocal turns
+        nonlocal called
         while True:
-            turns += 1
-            await asyncio.sleep(0)
+            called += 1
+            await turns()
 
     beside = asyncio.create_task(call())
     await store.quotas.sweep()
     beside.cancel()
-    assert turns >= 10, "others had their turns"
+    assert called >= 10, "others had their turns"
     assert list(await store.quotas.records(ANN, old)) == list(await store.quotas.records(BOB, old)) == []
     assert await store.quotas.totals(ANN, old) == Totals()
     assert await store.quotas.usage([ANN, BOB], 0, clock.day) == {ANN: [UsageRow(kept, "key", "m", 1, 10, 3, 2, 5)]}
