@@ -20,7 +20,7 @@ from gateway.config import Config
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
 from gateway.observability.endpoints import MetricsEndpoint, Readiness, healthz
 from gateway.observability.tracing import RequestTracer
-from gateway.open_requests import OpenRequests
+from gateway.open_requests import OpenRequestChecks, OpenRequests
 from gateway.routes import account_routes
 from gateway.serving import Serving, open_serving
 from gateway.tenancy import Tenancy, open_tenancy
@@ -35,9 +35,11 @@ class App:
         self._serving = serving
         self._tenancy = tenancy
         context, endpoint = serving.context, serving.endpoint
+        checks = OpenRequestChecks(context.quota, endpoint.calendar, context.limits.region)
         self._batches = BatchWorker(
             endpoint,
             tenancy.accounts,
+            checks,
             tenancy.store.batches,
             BatchEncryption(tenancy.secret),
             dialect_routes(endpoint.catalogue)["/run"].dialect,
@@ -46,7 +48,7 @@ class App:
         context.metrics.watch_batches(self._batches, endpoint.calendar)
         outage = context.store_health.mark_down
         authenticator = Authenticator.of(tenancy.accounts, outage, context.limits, context.clock)
-        self._requests = OpenRequests(authenticator, context.limits.requests, context.metrics.open_requests.set)
+        self._requests = OpenRequests(authenticator, checks, context.limits.requests, context.metrics.open_requests.set)
         server = ExchangeServer.of(context.limits, context.clock, context.metrics.count_answer)
         readiness = Readiness(context.fleet, tenancy.store, context.limits.wait_s, lambda: self.draining)
         metrics = MetricsEndpoint(context.metrics, authenticator, server.clients)
@@ -91,7 +93,7 @@ class App:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
         context, requests = self._serving.context, self._requests
-        beside = (requests.end_revoked, self._serving.endpoint.scrubber.run, context.encodings.run)
+        beside = (requests.end_refused, self._serving.endpoint.scrubber.run, context.encodings.run)
         jobs = (context.fleet.run, self._batches.run, *beside)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(job()) for job in (*jobs, *self._tenancy.background)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gateway import errors
+from gateway.admission import check_rights
 from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http.client_address import address_group
@@ -55,7 +56,7 @@ class Authenticator:
         A path that names another account than the token's is refused, whether that account exists or not.
         """
         try:
-            caller = await self.accounts.verify(credential_of(exchange))
+            caller = await self.look_up(credential_of(exchange))
         except MalformedToken:
             raise self._failed(exchange, errors.malformed_token()) from None
         except Unauthenticated:
@@ -64,15 +65,9 @@ class Authenticator:
             raise errors.suspended() from None
         except IssuerUnavailable:
             raise errors.issuer_unavailable() from None
-        except StoreUnavailable as problem:
-            self.on_outage(problem)
+        except StoreUnavailable:
             raise errors.store_unavailable() from None
-        if account_id is not None and account_id != caller.account.id:
-            raise errors.foreign_account()
-        if not caller.grant.reaches(exchange.client.address):
-            raise errors.wrong_network()
-        if permissions and not any(map(caller.grant.permits, permissions)):
-            raise errors.not_permitted(permissions[0])
+        check_rights(caller, exchange, account_id, permissions)
         return caller
 
     def _failed(self, exchange: Exchange, refusal: ApiError) -> ApiError:
@@ -80,16 +75,16 @@ class Authenticator:
         wait_s = self.failures.take(address_group(exchange.client.address))
         return errors.too_many_failures(math.ceil(wait_s)) if wait_s else refusal
 
-    async def has_ended(self, credential: str) -> bool:
-        """Whether a credential that was in force was revoked or has expired. Raises StoreUnavailable."""
+    async def look_up(self, credential: str) -> Caller:
+        """Returns the caller that a credential stands for now. Raises Unauthenticated, AccountSuspended and
+        StoreUnavailable."""
         try:
-            await self.accounts.verify(credential)
-        except (Unauthenticated, AccountSuspended):
-            return True
+            return await self.accounts.verify(credential)
+        except IssuerUnavailable:
+            raise
         except StoreUnavailable as problem:
             self.on_outage(problem)
             raise
-        return False
 
     def permitted(self, serve: CallerHandler, *permissions: Permission) -> Handler:
         """Builds a handler for callers of the path's account that have one of these permissions."""

@@ -14,7 +14,7 @@ from gateway.http.exchange import Exchange
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
 from gateway.listing.context import ListingContext
 from gateway.listing.table import LISTS, serve_list
-from gateway.open_requests import OpenRequests
+from gateway.open_requests import OpenRequest, OpenRequests
 from gateway.serving import Serving
 from tenants.auth.caller import Caller
 from tenants.records.grants import Permission
@@ -57,8 +57,8 @@ def account_routes(
 def _inference(endpoint: InferenceEndpoint, requests: OpenRequests, name: str, dialect: Dialect) -> Handler:
     """Serves calls of a model, which the path names or the body."""
 
-    async def serve(exchange: Exchange, caller: Caller) -> None:
-        await endpoint.serve(exchange, caller, dialect, exchange.path_params.get("model"))
+    async def serve(request: OpenRequest) -> None:
+        await endpoint.serve(request, dialect, request.exchange.path_params.get("model"))
 
     return by_method(name, POST=requests.handler(serve))
 

@@ -5,11 +5,12 @@ It does not know JSON fields, stores, replicas or how batches are kept.
 
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 
 from gateway import errors
+from gateway.admission import check_model
 from gateway.api.dialect import (
+    AnyRequest,
     BatchRequest,
     BatchResultsRequest,
     Dialect,
@@ -22,20 +23,19 @@ from gateway.api.dialect import (
 )
 from gateway.catalogue.catalogue import Catalogue, Model
 from gateway.http import sse
-from gateway.http.exchange import Exchange
 from gateway.inference.cache_scope import zero_retention_of
 from gateway.inference.context import InferenceContext
 from gateway.inference.embed import EmbeddingWork
 from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.pipeline import TextGeneration, TokenCount
-from gateway.inference.replay import ReplayCache
-from gateway.inference.run_options import refuse_options, run_options
+from gateway.inference.replay import RecordedAnswer, ReplayCache, ReplayedAnswer
+from gateway.inference.run_options import RunOptionsBody, refuse_options, run_options
+from gateway.open_requests import OpenRequest
 from gateway.privacy.interned import InternedScrubber
-from tenants.auth.caller import Caller
 from tenants.store.protocol import StoreUnavailable
 
-# Answers a call about a batch: exchange, caller, model, request, zero retention.
-BatchHandler = Callable[[Exchange, Caller, Model, BatchRequest | BatchResultsRequest, bool], Awaitable[None]]
+# Answers a call about a batch: the call, its model, what it asks, zero retention.
+BatchHandler = Callable[[OpenRequest, Model, BatchRequest | BatchResultsRequest, bool], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,27 @@ class InferenceEndpoint:
     calendar: Callable[[], float]
     paddings: Iterator[bytes] = field(default_factory=sse.paddings)
 
-    async def serve(self, exchange: Exchange, caller: Caller, dialect: Dialect, model_name: str | None) -> None:
+    async def serve(self, request: OpenRequest, dialect: Dialect, model_name: str | None) -> None:
         """One request, from its body to its settlement. `model_name` is the model that the path names, if any.
 
         Raises ApiError, which may come after a part of the answer was sent, and ClientDisconnected.
         """
-        zero_retention = zero_retention_of(exchange, caller)
+        exchange = request.exchange
+        zero_retention = zero_retention_of(exchange, request.caller)
         key = exchange.headers.get(b"idempotency-key")
         if zero_retention and key is not None:
             raise errors.bad_input("the header 'Idempotency-Key' asks to keep what may not be kept; leave it out")
         try:
             body = await exchange.body(self.context.limits.body_bytes_max)
-            answer = partial(self._answer, exchange, caller, dialect, model_name, body, zero_retention)
-            await (answer() if key is None else self.replays.answer(exchange, caller, key, body, answer))
+            read = partial(dialect, body, exchange.query, model_name, draw_seed())
+            asked = await self.context.account_locks.parse(request.caller.account.id, len(body), read)
+            model = self._find(request, asked)
+            answer = partial(self._answer, request, model, asked, zero_retention)
+            if key is None:
+                await answer()
+            else:
+                replay = partial(self._replay, request, model, asked)
+                await self.replays.answer(exchange, request.caller, key, body, answer, replay)
         except StoreUnavailable as problem:
             self.context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
@@ -71,32 +79,43 @@ class InferenceEndpoint:
             if zero_retention:
                 self.scrubber.mark_dirty()
 
-    async def _answer(
-        self,
-        exchange: Exchange,
-        caller: Caller,
-        dialect: Dialect,
-        model_name: str | None,
-        body: bytes,
-        zero_retention: bool,
-    ) -> None:
-        read = partial(dialect, body, exchange.query, model_name, draw_seed())
-        request = await self.context.account_locks.parse(caller.account.id, len(body), read)
-        model = self.catalogue.find(request.model)
+    def _find(self, request: OpenRequest, asked: AnyRequest) -> Model:
+        """The model that the request asks. Raises ApiError where the caller may not have it do this."""
+        model = self.catalogue.find(asked.model)
         if model is None:
-            raise errors.no_such_model(request.model)
-        check_admission(self.context, self.calendar(), caller, model, request.model)
-        if not matches_task(model, request):
+            raise errors.no_such_model(asked.model)
+        check_model(self.context.limits.region, self.calendar(), request.caller, model, asked.model)
+        if not matches_task(model, asked):
             raise errors.wrong_task(model.name, model.task)
-        if isinstance(request, BatchRequest | BatchResultsRequest):
-            await self.answer_batch(exchange, caller, model, request, zero_retention)
-            return
+        return model
+
+    async def _answer(
+        self, request: OpenRequest, model: Model, asked: AnyRequest, zero_retention: bool
+    ) -> InferenceCall | None:
+        """Answers anew. Returns the call if a model was asked."""
+        exchange = request.exchange
+        if isinstance(asked, BatchRequest | BatchResultsRequest):
+            await self.answer_batch(request, model, asked, zero_retention)
+            return None
         refuse_options(exchange.query)
-        options = run_options(exchange.headers, exchange.query).joined(options_in_body(request))
-        work = self.work_of(request, model, exchange.request_id)
-        call = InferenceCall(self.context, work, exchange, caller, model, options, zero_retention=zero_retention)
+        work = self.work_of(asked, model, exchange.request_id)
+        return await self._run(request, model, work, options_in_body(asked), zero_retention)
+
+    async def _replay(self, request: OpenRequest, model: Model, asked: AnyRequest, recorded: RecordedAnswer) -> None:
+        """Answers with what was recorded."""
+        options = None if isinstance(asked, BatchRequest | BatchResultsRequest) else options_in_body(asked)
+        await self._run(request, model, ReplayedAnswer(recorded), options, zero_retention=False)
+
+    async def _run(
+        self, request: OpenRequest, model: Model, work: Work, options: RunOptionsBody | None, zero_retention: bool
+    ) -> InferenceCall:
+        exchange = request.exchange
+        joined = run_options(exchange.headers, exchange.query).joined(options)
+        call = InferenceCall(self.context, work, exchange, request.caller, model, joined, zero_retention=zero_retention)
+        request.call = call
         async with call.live():
             await work.run(call)
+        return call
 
     def work_of(self, request: LiveRequest, model: Model, request_id: str) -> Work:
         """What the request, which arrives now, asks to be done."""
@@ -107,14 +126,3 @@ class InferenceEndpoint:
             return TokenCount(request.prompt, request.render)
         assert model.embedding_spec is not None, "the model writes text"
         return EmbeddingWork(request, model.embedding_spec)
-
-
-def check_admission(context: InferenceContext, now: float, caller: Caller, model: Model, name: str) -> None:
-    """Raises ApiError where the caller may not have this model, by this name, served here and now."""
-    if not caller.grant.serves(model.name):
-        raise errors.model_not_permitted(model.name)
-    if model.ends_on is not None and model.ended(datetime.fromtimestamp(now, UTC).date()):
-        raise errors.deprecated(name, model.ends_on)
-    regions = caller.account.settings.regions
-    if regions and context.limits.region not in regions:
-        raise errors.wrong_region(context.limits.region, regions)

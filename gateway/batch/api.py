@@ -17,7 +17,7 @@ import msgspec
 from gateway import errors
 from gateway.api.dialect import BatchRequest, BatchResultsRequest
 from gateway.api.run_batch import check_item
-from gateway.batch.encryption import BatchCipher, BatchEncryption, StoredRequest, join_responses
+from gateway.batch.encryption import BatchCipher, BatchEncryption, BatchOrigin, StoredRequest, join_responses
 from gateway.catalogue.catalogue import Model
 from gateway.errors import bad_input
 from gateway.http.exchange import JSON_CONTENT, Exchange
@@ -25,7 +25,9 @@ from gateway.http.json_body import decode_query
 from gateway.inference.account_lock import AccountLocks
 from gateway.inference.reply import enveloped
 from gateway.inference.run_options import run_options
+from gateway.open_requests import OpenRequest
 from tenants.auth.caller import Caller
+from tenants.auth.issuers import is_jwt_id
 from tenants.records.batches import ARRIVING_S, BatchItemResult, BatchJob, BatchStatus
 from tenants.store.protocol import BatchStore, StoreUnavailable
 
@@ -81,19 +83,15 @@ class BatchApi:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(
-        self,
-        exchange: Exchange,
-        caller: Caller,
-        model: Model,
-        request: BatchRequest | BatchResultsRequest,
-        zero_retention: bool,
+        self, request: OpenRequest, model: Model, asked: BatchRequest | BatchResultsRequest, zero_retention: bool
     ) -> None:
         """Answers one call of `/ai/run` about a batch. Raises ApiError and ClientDisconnected."""
+        exchange, caller = request.exchange, request.caller
         try:
-            if isinstance(request, BatchRequest):
-                await self._submit(exchange, caller, model, request, zero_retention)
+            if isinstance(asked, BatchRequest):
+                await self._submit(exchange, caller, model, asked, zero_retention)
             else:
-                await self._results(exchange, await self._find(caller, request.request_id, model.name))
+                await self._results(exchange, await self._find(caller, asked.request_id, model.name))
         except StoreUnavailable:
             raise errors.store_unavailable() from None
 
@@ -124,8 +122,11 @@ class BatchApi:
         if not await self.batches.begin(batch):
             raise errors.too_many_batches()
         cipher = self.encryption.cipher(batch.account_id, batch.id)
+        rights = (caller.grant, caller.expires_at) if is_jwt_id(caller.token_id) else ()
+        origin = BatchOrigin(exchange.client.address, *rights)
         for first in range(0, batch.items, _SLICE):
-            items = [StoredRequest(*item, options.tags, options.metadata) for item in read[first : first + _SLICE]]
+            slice_ = read[first : first + _SLICE]
+            items = [StoredRequest(*item, options.tags, options.metadata, origin) for item in slice_]
             seal = partial(_sealed, cipher, first, items)
             for place, sealed in _pieces(first, await self.threads.parse(caller.account.id, size_bytes, seal)):
                 await self.batches.add_items(batch.account_id, batch.id, place, sealed)

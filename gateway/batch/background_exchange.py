@@ -10,12 +10,12 @@ from gateway.http.exchange import Exchange, ExchangeTimeouts
 
 
 class BackgroundExchange(Exchange):
-    """`content` is the body of the answer."""
+    """`content` is the body of the answer. `address` is the one that the request came from."""
 
-    def __init__(self, request_id: str, clock: Callable[[], float]) -> None:
+    def __init__(self, request_id: str, clock: Callable[[], float], address: str) -> None:
         scope = {"method": "POST", "path": "", "query_string": b"", "headers": []}
-        nobody, timeouts = ClientAddress("", trusted=False), ExchangeTimeouts(0, 0, 0, 0)
-        super().__init__(scope, self._silence, self._keep, timeouts, request_id, clock, nobody)
+        client, timeouts = ClientAddress(address, trusted=False), ExchangeTimeouts(0, 0, 0, 0)
+        super().__init__(scope, self._silence, self._keep, timeouts, request_id, clock, client)
         self.content = b""
 
     async def _silence(self) -> Message:

@@ -11,16 +11,28 @@ from typing import Final, NamedTuple
 import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from tenants.records.grants import Grant
+
 _NONCE_BYTES: Final = 12
 
 
+class BatchOrigin(msgspec.Struct, frozen=True, array_like=True):
+    """The address that a batch came from, and the rights of its JWT, which no store has: they end at `expires_at`.
+    `grant` is None for an ApiToken's."""
+
+    address: str
+    grant: Grant | None = None
+    expires_at: int | None = None
+
+
 class StoredRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request of a batch: its body, and what came beside it."""
+    """A request of a batch: its body, and what came beside it. One of an earlier version has no origin."""
 
     body: bytes
     reference: str | None
     tags: tuple[str, ...]
     metadata: str
+    origin: BatchOrigin | None = None
 
 
 class BatchCipher(NamedTuple):

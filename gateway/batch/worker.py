@@ -13,27 +13,29 @@ the oldest batch is a day old: batches take the room that nobody wants, and get 
 import asyncio
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 import msgspec
 from cryptography.exceptions import InvalidTag
+from msgspec import structs
 
 from gateway import errors
 from gateway.api.dialect import BatchRequest, BatchResultsRequest, Dialect, draw_seed
-from gateway.api.endpoint import InferenceEndpoint, check_admission
+from gateway.api.endpoint import InferenceEndpoint
 from gateway.batch.background_exchange import BackgroundExchange
 from gateway.batch.concurrency import ConcurrencyController
-from gateway.batch.encryption import BatchEncryption, StoredRequest
+from gateway.batch.encryption import BatchEncryption, BatchOrigin, StoredRequest
 from gateway.catalogue.catalogue import Model
 from gateway.errors import ApiError
 from gateway.inference.lifecycle import InferenceCall
 from gateway.inference.run_options import RunOptions
+from gateway.open_requests import CHECK_S, OpenRequest, OpenRequestChecks
 from tenants.auth.accounts import AccountService
 from tenants.auth.caller import Caller
-from tenants.auth.errors import AccountSuspended, UnknownToken
 from tenants.limits.denials import AlreadyRecorded
 from tenants.records.batches import BatchJobItem, BatchStatus, QueueDepth
 from tenants.store.protocol import BatchStore, StoreUnavailable
@@ -48,6 +50,7 @@ CLAIM: Final = 16  # requests in one claim, all of one account: then others have
 TRIES_MAX: Final = 5
 AGAIN_S: Final = 1.0
 WRONG_REGION: Final = "wrong_region"  # another gateway, which may serve it, accepted the batch and will claim it
+SUSPENDED: Final = "account_suspended"
 SUSPENDED_S: Final = 60.0
 ASLEEP_S: Final = 60.0
 DAY_S: Final = 86400.0
@@ -62,6 +65,15 @@ class _EnvelopedResult(msgspec.Struct, frozen=True):
     result: msgspec.Raw
 
 
+@dataclass(eq=False, slots=True)
+class _ClaimedItem:
+    """An item that this gateway runs, and once it was opened the request that it is and where that came from."""
+
+    item: BatchJobItem
+    origin: BatchOrigin | None = None
+    request: OpenRequest | None = None
+
+
 class BatchWorker:
     """The worker of one gateway. `waiting` is what the store reported last about all gateways' queues; `running` counts
     this gateway's requests, by model. `arrived` is set when a batch arrives here."""
@@ -70,6 +82,7 @@ class BatchWorker:
         self,
         endpoint: InferenceEndpoint,
         accounts: AccountService,
+        checks: OpenRequestChecks,
         batches: BatchStore,
         encryption: BatchEncryption,
         dialect: Dialect,
@@ -79,12 +92,14 @@ class BatchWorker:
         self._context = endpoint.context
         self._calendar = endpoint.calendar
         self._accounts = accounts
+        self._checks = checks
         self._batches = batches
         self._encryption = encryption
         self._dialect = dialect  # of `/ai/run`
         self._arrived = arrived
         self._models = list(endpoint.catalogue)
-        self._claimed: dict[str, tuple[BatchJobItem, BackgroundExchange]] = {}
+        self._claimed: dict[str, _ClaimedItem] = {}
+        self._closing: set[str] = set()  # batches that are being closed
         self._stopped = False
         self._concurrency = ConcurrencyController()
         self.running = Counter({model.name: 0 for model in self._models})
@@ -101,12 +116,13 @@ class BatchWorker:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._every(RENEW_S, self._renew))
+                group.create_task(self._every(CHECK_S, self._end_refused))
                 group.create_task(self._every(TIDY_S, self._sweep))
                 group.create_task(self._every(PACE_S, self._adjust))
                 group.create_task(self._every(0.0, lambda: self._claim(group)))
         except asyncio.CancelledError:  # another gateway, or this one after a restart, goes on at once
             try:
-                await self._batches.put_back([item for item, _ in self._claimed.values()], 0.0)
+                await self._batches.put_back([claimed.item for claimed in self._claimed.values()], 0.0)
             except StoreUnavailable as problem:
                 log.warning("batches_left", extra={"fields": {"items": len(self._claimed), "for": str(problem)}})
             raise
@@ -145,10 +161,26 @@ class BatchWorker:
 
     async def _renew(self) -> None:
         """Renews the leases, and ends requests of cancelled batches."""
-        ended = await self._batches.renew([item for item, _ in self._claimed.values()], LEASE_S)
+        ended = await self._batches.renew([claimed.item for claimed in self._claimed.values()], LEASE_S)
         for item in ended:
-            if (claimed := self._claimed.get(item.request_id)) is not None:
-                claimed[1].interrupt(errors.batch_ended())
+            claimed = self._claimed.get(item.request_id)
+            if claimed is not None and claimed.request is not None:
+                claimed.request.exchange.interrupt(errors.batch_ended())
+
+    async def _end_refused(self) -> None:
+        """Ends requests that would be refused by now."""
+        groups: defaultdict[tuple[str, str, BatchOrigin | None], list[OpenRequest]] = defaultdict(list)
+        for claimed in self._claimed.values():
+            if claimed.request is not None:
+                groups[claimed.item.account_id, claimed.item.token_id, claimed.origin].append(claimed.request)
+        await self._checks.end_refused((partial(self._caller, *key), requests) for key, requests in groups.items())
+
+    async def _caller(self, account_id: str, token_id: str, origin: BatchOrigin | None) -> Caller:
+        """The sender of a batch, as it is now. Raises UnknownToken, AccountSuspended and StoreUnavailable."""
+        if origin is not None:
+            return await self._accounts.caller_of(account_id, token_id, origin.grant, origin.expires_at)
+        caller = await self._accounts.caller_of(account_id, token_id)
+        return replace(caller, grant=structs.replace(caller.grant, networks=()))  # nobody knows where it came from
 
     async def _adjust(self) -> None:
         self._concurrency.adjust()
@@ -165,10 +197,9 @@ class BatchWorker:
             fleet.set_batch_demand(model.name, int(needed), min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S)))
 
     async def _run(self, item: BatchJobItem, model: Model) -> None:
-        exchange = BackgroundExchange(item.request_id, self._context.clock)
-        self._claimed[item.request_id] = item, exchange
+        self._claimed[item.request_id] = claimed = _ClaimedItem(item)
         try:
-            await self._try(item, model, exchange)
+            await self._try(claimed, model)
         except AlreadyRecorded:
             pass  # another gateway was faster
         except StoreUnavailable as problem:
@@ -180,15 +211,8 @@ class BatchWorker:
         del self._claimed[item.request_id]
         self._arrived.set()
 
-    async def _try(self, item: BatchJobItem, model: Model, exchange: BackgroundExchange) -> None:
-        try:
-            caller = await self._accounts.caller_of(item.account_id, item.token_id)
-        except UnknownToken:
-            await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
-            return
-        except AccountSuspended:
-            await self._batches.put_back([item], SUSPENDED_S)
-            return
+    async def _try(self, claimed: _ClaimedItem, model: Model) -> None:
+        item = claimed.item
         cipher = self._encryption.cipher(item.account_id, item.batch_id)
         try:
             stored = cipher.open_request(item.place, item.body)
@@ -197,28 +221,26 @@ class BatchWorker:
             await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
             return
         try:
-            call = await self._open(item, model, caller, stored, exchange)
+            call, exchange = await self._open(claimed, model, stored)
         except ApiError as refusal:
-            if refusal.kind == WRONG_REGION:
-                await self._batches.put_back([item], AGAIN_S)
-            else:
-                result = cipher.seal_result(item.place, _failed(stored, refusal))
-                await self._batches.end(item, False, result, None)
+            await self._refuse(item, refusal, cipher.seal_result(item.place, _failed(stored, refusal)))
             return
         refused = await self._serve(call)
-        if refused is not None and _passing(refused):
+        if refused is not None and (delay_s := _delay_s(refused)) is not None:
             call.release()
-            await self._batches.put_back([item], float(refused.retry_after_s or AGAIN_S))
+            await self._batches.put_back([item], delay_s)
             return
         result = _succeeded(stored, exchange.content) if refused is None else _failed(stored, refused)
         await self._end(item, call, refused is None, cipher.seal_result(item.place, result))
 
     async def _open(
-        self, item: BatchJobItem, model: Model, caller: Caller, stored: StoredRequest, exchange: BackgroundExchange
-    ) -> InferenceCall:
-        """The request's call. Raises ApiError where it may not run, or not any more."""
-        now = self._calendar()
-        check_admission(self._context, now, caller, model, model.name)
+        self, claimed: _ClaimedItem, model: Model, stored: StoredRequest
+    ) -> tuple[InferenceCall, BackgroundExchange]:
+        """The request's call. Raises ApiError where it may not run, or not any more, and StoreUnavailable."""
+        item, origin = claimed.item, stored.origin
+        exchange = BackgroundExchange(item.request_id, self._context.clock, "" if origin is None else origin.address)
+        look_up = partial(self._caller, item.account_id, item.token_id, origin)
+        caller = await self._checks.admit(look_up, exchange, model)
         if item.tries > TRIES_MAX:
             raise errors.failed(f"it broke off {TRIES_MAX} times; send it again, or change it")
         exchange.body_bytes = len(stored.body)
@@ -227,7 +249,24 @@ class BatchWorker:
         assert not isinstance(request, BatchRequest | BatchResultsRequest), "a batch holds no batches"
         options = RunOptions(tags=stored.tags, metadata=stored.metadata, background=True)
         work = self._endpoint.work_of(request, model, item.request_id)
-        return InferenceCall(self._context, work, exchange, caller, model, options)
+        call = InferenceCall(self._context, work, exchange, caller, model, options)
+        claimed.origin, claimed.request = origin, OpenRequest(exchange, caller, call)
+        return call, exchange
+
+    async def _refuse(self, item: BatchJobItem, refusal: ApiError, result: bytes) -> None:
+        """Puts back or fails an item that may not begin. Where the refusal is of whoever sent the batch, the rest of it
+        fails too: this item's result says why."""
+        if (delay_s := _delay_s(refusal)) is not None:
+            await self._batches.put_back([item], delay_s)
+        elif refusal.status not in (401, 403):
+            await self._batches.end(item, False, result, None)
+        elif item.batch_id not in self._closing:
+            self._closing.add(item.batch_id)
+            try:
+                await self._batches.end(item, False, result, None)
+                await self._batches.close(item.account_id, item.batch_id, BatchStatus.FAILED)
+            finally:
+                self._closing.discard(item.batch_id)
 
     async def _serve(self, call: InferenceCall) -> ApiError | None:
         """Why the call was refused or failed; None where it went well."""
@@ -262,9 +301,13 @@ class BatchWorker:
         call.end_recorded(spent)
 
 
-def _passing(refusal: ApiError) -> bool:
-    """Whether the same request may succeed later."""
-    return (refusal.retry_after_s is not None and not refusal.lasting) or refusal.kind == "replica_lost"
+def _delay_s(refusal: ApiError) -> float | None:
+    """After how long the same request may succeed; None: it may not."""
+    if refusal.kind == SUSPENDED:
+        return SUSPENDED_S
+    if refusal.kind in (WRONG_REGION, "replica_lost"):
+        return AGAIN_S
+    return None if refusal.retry_after_s is None or refusal.lasting else float(refusal.retry_after_s)
 
 
 def _succeeded(stored: StoredRequest, content: bytes) -> bytes:

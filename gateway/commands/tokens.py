@@ -34,7 +34,7 @@ examples:
   hearth tokens change TOKEN_ID --expires 90d --neurons-per-day 500     what is not named stays
   hearth tokens change TOKEN_ID --networks none --neurons-per-day none
   hearth tokens roll TOKEN_ID --grace 1d               a new secret; the old one opens for a day yet
-  hearth tokens revoke TOKEN_ID                        for good, on every gateway within a second
+  hearth tokens revoke TOKEN_ID                        for good: refused within a second; what runs ends within five
 
 A token's limits hold beside its account's. All changes are in the audit log (`hearth audit list ACCOUNT`).
 """

@@ -80,6 +80,7 @@ class Exchange:
         self._watches: list[asyncio.Task[None]] = []
         self._tee: Callable[[bytes], None] | None = None
         self._disconnected = False
+        self._refusal: ApiError | None = None
         self._fail: Callable[[ApiError, str], bytes] | None = None
 
     async def body(self, limit_bytes: int) -> bytes:
@@ -110,7 +111,9 @@ class Exchange:
     @contextlib.asynccontextmanager
     async def watching_client(self) -> AsyncIterator[None]:
         """Ends what runs inside when the client disconnects (ClientDisconnected) or `interrupt` is called (its
-        ApiError)."""
+        ApiError), or was called before."""
+        if self._refusal is not None:
+            raise self._refusal
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -144,11 +147,13 @@ class Exchange:
         self._watch(self._send_pings())
 
     def interrupt(self, refusal: ApiError) -> None:
-        """Ends the work inside `watching_client` with this refusal; does nothing before and after."""
+        """Ends the work inside `watching_client` with this refusal, before which it keeps the work from beginning; does
+        nothing afterwards."""
 
         async def end() -> None:
             raise refusal
 
+        self._refusal = refusal
         if self._group is not None:
             self._watch(end())
 

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from gateway import errors
+from gateway.admission import check_model
 from gateway.catalogue.catalogue import Model
 from gateway.errors import ApiError
 from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange
@@ -27,7 +28,7 @@ from gateway.inference.run_options import RunOptions
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, UnknownToken
 from tenants.limits.denials import QuotaExceeded
-from tenants.limits.reservation import CallUsage, QuotaRequest, Reservation
+from tenants.limits.reservation import CallUsage, Overdrawn, QuotaRequest, Reservation
 from tenants.records.holds import BUDGETS
 from tenants.store.protocol import StoreUnavailable
 
@@ -76,6 +77,7 @@ class InferenceCall:
     model: Model
     options: RunOptions
     zero_retention: bool = field(default=False, kw_only=True)
+    demand: QuotaRequest | None = field(default=None, init=False)  # what was reserved
     reservation: Reservation | None = field(default=None, init=False)
     outcome: str = field(default="cancelled", init=False)
     _ended: bool = field(default=False, init=False)
@@ -121,19 +123,10 @@ class InferenceCall:
 
         Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of the gateway.
         """
-        context, model, options = self.context, self.model, self.options
-        demand = QuotaRequest(
-            model=model.name,
-            price=model.batch_price if options.background else model.price,
-            prompt_tokens=prompt_tokens,
-            output_tokens=output_tokens,
-            min_output_tokens=None if options.background else min_output_tokens,
-            model_class=model.settings.limits_class,
-            tags=() if self.zero_retention else options.tags,
-            metadata="" if self.zero_retention else options.metadata,
-        )
+        context, caller = self.context, self.caller
+        demand = self.demand_of(prompt_tokens, output_tokens, min_output_tokens)
         try:
-            self.reservation = await context.quota.reserve(self.caller, self.exchange.request_id, demand)
+            self.reservation = await context.quota.reserve(caller, self.exchange.request_id, demand)
         except QuotaExceeded as exceeded:
             raise self._refuse(exceeded) from None
         except StoreUnavailable as problem:
@@ -144,8 +137,38 @@ class InferenceCall:
         except AccountSuspended:
             raise errors.suspended() from None
         context.store_health.mark_up()
+        self.demand, self.caller = demand, caller  # a change that came meanwhile is checked again
         self.exchange.extra_headers = rate_limit_headers.headers(self.reservation.limits_left)
         return self.reservation
+
+    def demand_of(self, prompt_tokens: int, output_tokens: int, min_output_tokens: int | None) -> QuotaRequest:
+        """What a call of this model that holds so many tokens takes of its limits."""
+        model, options = self.model, self.options
+        return QuotaRequest(
+            model=model.name,
+            price=model.batch_price if options.background else model.price,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            min_output_tokens=None if options.background else min_output_tokens,
+            model_class=model.settings.limits_class,
+            tags=() if self.zero_retention else options.tags,
+            metadata="" if self.zero_retention else options.metadata,
+        )
+
+    def check(self, caller: Caller, now: float, overdrawn: Overdrawn) -> None:
+        """Raises ApiError where a call like this one would be refused for more than a moment, as its caller and its
+        `overdrawn` budgets are by now; `now` is seconds since 1970. Else the call goes on with this caller."""
+        check_model(self.context.limits.region, now, caller, self.model, self.model.name)
+        if self.demand is not None:
+            self.check_limits(caller, self.demand, overdrawn)
+        self.caller = caller
+
+    def check_limits(self, caller: Caller, demand: QuotaRequest, overdrawn: Overdrawn) -> None:
+        """Raises ApiError where the limits of the caller leave no room for this demand, which was granted earlier."""
+        try:
+            self.context.quota.check_limits(caller, demand, overdrawn)
+        except QuotaExceeded as exceeded:
+            raise self._refuse(exceeded) from None
 
     def _refuse(self, exceeded: QuotaExceeded) -> ApiError:
         account = self.caller.account

@@ -17,7 +17,7 @@ from msgspec import structs
 from tenants.auth.api_token import ID_LENGTH, base62, parse_token, token_text
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, Conflict, NotFound, UnknownToken
-from tenants.auth.issuers import JwtVerifier
+from tenants.auth.issuers import JwtVerifier, is_jwt_id
 from tenants.auth.jwt import InvalidJwt, is_jwt
 from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.grants import Grant
@@ -83,13 +83,22 @@ class AccountService:
         _require_live(seen.token, seen.caller.account, now)
         return seen.caller
 
-    async def caller_of(self, account_id: str, token_id: str) -> Caller:
-        """The caller of work that was accepted earlier and runs now. Raises UnknownToken where the account is gone or
-        the ApiToken was revoked or has expired since, and AccountSuspended. A JWT need not be valid any more."""
-        row, account = await self._store.accounts.token(token_id), await self._store.accounts.get(account_id)
-        if account is None:
-            raise UnknownToken(f"there is no account {account_id}")
-        token = ApiToken(token_id, account.id, token_id, account.created_at) if row is None else row[0]
+    async def caller_of(
+        self, account_id: str, token_id: str, grant: Grant | None = None, expires_at: int | None = None
+    ) -> Caller:
+        """The caller of work that was accepted earlier and runs now. A JWT, which is in no store, has `grant` and
+        `expires_at` as they were then. Raises UnknownToken where the account is gone, or the credential was revoked or
+        has expired since; AccountSuspended; and StoreUnavailable."""
+        if is_jwt_id(token_id):
+            account = await self._store.accounts.get(account_id)
+            if account is None:
+                raise UnknownToken(f"there is no account {account_id}")
+            token = ApiToken(token_id, account_id, token_id, 0, expires_at, grant=grant or Grant())
+        else:
+            row = await self._store.accounts.token(token_id)
+            if row is None or row[0].account_id != account_id:
+                raise UnknownToken(f"no ApiToken {token_id} in account {account_id}")
+            token, _, account = row
         _require_live(token, account, self._clock())
         return await self._caller(account, token)
 
@@ -98,8 +107,8 @@ class AccountService:
         try:
             row = await self._store.accounts.token(token_id)
         except StoreUnavailable:
-            if seen is not None and seen.token.revoked_at is not None:
-                return seen  # a revocation that was seen stays in force while the store is away
+            if seen is not None and _has_ended(seen.token, asked_at):
+                return seen  # a revocation or an expiry that was seen stays in force while the store is away
             raise
         if row is None:
             raise UnknownToken(f"no ApiToken {token_id}")
@@ -307,12 +316,14 @@ class AccountService:
 
 def _require_live(token: ApiToken, account: Account, now: float) -> None:
     """Raises UnknownToken, AccountSuspended."""
-    if token.revoked_at is not None:
-        raise UnknownToken(f"ApiToken {token.id} was revoked")
-    if token.expires_at is not None and now >= token.expires_at:
-        raise UnknownToken(f"ApiToken {token.id} has expired")
+    if _has_ended(token, now):
+        raise UnknownToken(f"ApiToken {token.id} was revoked or has expired")
     if account.suspended_at is not None:
         raise AccountSuspended(f"account {account.id} is suspended")
+
+
+def _has_ended(token: ApiToken, now: float) -> bool:
+    return token.revoked_at is not None or (token.expires_at is not None and now >= token.expires_at)
 
 
 def checked_name(name: str) -> str:

@@ -37,6 +37,7 @@ _URL: Final = re.compile(r"https?://[!-~]+")
 _ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._:@|/-]+")
 _TOKEN_ID_MAX: Final = 64
+_JWT_ID: Final = "jwt:"
 
 _Text = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 _Seconds = Annotated[int, Meta(ge=0, le=1 << 40)] | Annotated[float, Meta(ge=0, le=float(1 << 40))]
@@ -236,12 +237,17 @@ def _words(claims: dict[str, Any], name: str, default: tuple[str, ...]) -> tuple
     return tuple(words)
 
 
+def is_jwt_id(token_id: str) -> bool:
+    """Whether it is a JWT's; no ApiToken's id has a colon."""
+    return token_id.startswith(_JWT_ID)
+
+
 def _token_id(name: str, subject: str) -> str:
     """The subject itself where it is short and plain, else its hash; a plain one has no #."""
-    plain = f"jwt:{name}:{subject}"
+    plain = f"{_JWT_ID}{name}:{subject}"
     if len(plain) <= _TOKEN_ID_MAX and _PLAIN.fullmatch(subject):
         return plain
-    return f"jwt:{name}:#{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
+    return f"{_JWT_ID}{name}:#{hashlib.sha256(subject.encode()).hexdigest()[:32]}"
 
 
 def _is_trusted(url: str) -> bool:

@@ -21,6 +21,11 @@ class RequestSize(NamedTuple):
     output_tokens: int = 0
 
 
+def unattainable(cap: Cap) -> bool:
+    """Whether the request takes more of the cap than there ever is, however long it waits."""
+    return cap.min_amount > cap.allowed if cap.measure in BUDGETS else cap.cost_us > cap.room_us
+
+
 class LimitStatus(NamedTuple):
     """The rest of a cap, in the unit of its limit, and in how many seconds it is whole again."""
 

@@ -1,9 +1,11 @@
 """Why a request may not start, in words for its caller. It knows no store."""
 
+from collections.abc import Sequence
+
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, UnknownToken
-from tenants.limits.caps import LimitStatus
-from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold
+from tenants.limits.caps import LimitStatus, unattainable
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied
 from tenants.records.usage import MICRO
 
 
@@ -26,8 +28,8 @@ class AlreadyRecorded(Exception):
     """A request of this id ran before and has its usage record; a new request needs a new id."""
 
 
-def denial_error(denied: Denied, caller: Caller, hold: Hold) -> Exception:
-    """What reserve() raises for it, in words that say what to change."""
+def denial_error(denied: Denied, caller: Caller, caps: Sequence[Cap]) -> Exception:
+    """The error that a denial of one of these caps is raised as, in words that say what to change."""
     reason = denied.reason
     if reason in (DenialReason.REVOKED, DenialReason.NO_ACCOUNT):
         return UnknownToken(f"ApiToken {caller.token_id} was revoked or its account is gone")
@@ -36,11 +38,12 @@ def denial_error(denied: Denied, caller: Caller, hold: Hold) -> Exception:
     if reason is DenialReason.RECORDED:
         return AlreadyRecorded("this request id was used before; send the request under a new one")
     retry_after_s = max(1, -(-denied.retry_after_us // MICRO))
-    (cap,) = [cap for cap in hold.caps if (cap.subject, cap.measure) == (denied.subject, reason)]
+    (cap,) = [cap for cap in caps if (cap.subject, cap.measure) == (denied.subject, reason)]
     message = _explained(denied, cap, _subject_text(denied.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
-    lasting = cap.min_amount > cap.allowed if reason in BUDGETS else cap.cost_us > cap.room_us
-    return QuotaExceeded(LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), message, lasting=lasting)
+    return QuotaExceeded(
+        LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), message, lasting=unattainable(cap)
+    )
 
 
 def _subject_text(subject: str, caller: Caller) -> str:

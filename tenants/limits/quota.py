@@ -22,12 +22,12 @@ from typing import Final
 from msgspec import structs
 
 from tenants.auth.caller import Caller
-from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limited_subjects, limits_status
+from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limited_subjects, limits_status, unattainable
 from tenants.limits.denials import denial_error
 from tenants.limits.outbox import Outbox
-from tenants.limits.reservation import CallUsage, QuotaRequest, Reservation
+from tenants.limits.reservation import CallUsage, Overdrawn, QuotaRequest, Reservation
 from tenants.records.accounts import Account
-from tenants.records.holds import Denied, Hold
+from tenants.records.holds import BUDGETS, Cap, Denied, Hold, window_us_left
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
 from tenants.store.protocol import Clock, QuotaStore, StoreUnavailable
@@ -113,7 +113,7 @@ class Quota:
                 self._write_later(structs.replace(unused, outcome="store_unavailable"))
             raise
         if isinstance(decision, Denied):
-            raise denial_error(decision, caller, hold)
+            raise denial_error(decision, caller, caps)
         charged = structs.replace(unused, day=decision.day)
         output_tokens = demand.affordable(decision.held)
         left = limits_status(caps, decision.remaining, started_us)
@@ -124,10 +124,28 @@ class Quota:
         self, account: Account, token_id: str = "", token: Limits = NO_LIMITS
     ) -> Sequence[LimitStatus]:
         """The rest of the account's limits and of one of its tokens' now, with those of all classes."""
-        classes = sorted(account.limits.classes.keys() | token.classes.keys())
-        pairs = [pair for name in ("", *classes) for pair in limited_subjects(account.limits, token_id, token, name)]
-        caps = caps_of(list(dict(pairs).items()), RequestSize())
+        caps = _all_caps(account.limits, token_id, token)
         return limits_status(caps, await self._store.remaining(account.id, caps), int(self._clock() * MICRO))
+
+    async def overdrawn(self, caller: Caller) -> Overdrawn:
+        """The budgets of which more is used and held than the caller's limits allow by now. One call of the store."""
+        caps = [cap for cap in _all_caps(caller.limits, caller.token_id, caller.token_limits) if cap.measure in BUDGETS]
+        left = await self._store.remaining(caller.account.id, caps) if caps else ()
+        return {
+            (cap.subject, cap.measure): cap.allowed - rest for cap, rest in zip(caps, left, strict=True) if rest < 0
+        }
+
+    def check_limits(self, caller: Caller, demand: QuotaRequest, overdrawn: Overdrawn) -> None:
+        """Raises QuotaExceeded where the limits of the caller leave no room for a request that was granted earlier: it
+        takes more of one than there ever is, or a budget of it is overdrawn. What only holds a new one up, a full rate
+        or many requests at once, ends nothing."""
+        subjects = limited_subjects(caller.limits, caller.token_id, caller.token_limits, demand.model_class)
+        caps = caps_of(subjects, demand.size())
+        for cap in caps:
+            used = overdrawn.get((cap.subject, cap.measure), 0)
+            if used or unattainable(cap):
+                wait_us = window_us_left(cap.measure, int(self._clock() * MICRO)) if cap.measure in BUDGETS else 0
+                raise denial_error(Denied(cap.measure, wait_us, cap.allowed, used, cap.subject), caller, caps)
 
     def checkpoint(self, reservation: Reservation, spent: CallUsage) -> None:
         """Remembers what the request has used so far; run() tells the store. Ignored once it is settled."""
@@ -263,3 +281,10 @@ class Quota:
         assert len(waiting) == len(set(waiting)), "a request is settled twice"
         assert not self._open.keys() & set(waiting), "an open request is settled"
         assert len(self._open) + len(waiting) <= UNSETTLED_MAX
+
+
+def _all_caps(account: Limits, token_id: str, token: Limits) -> tuple[Cap, ...]:
+    """The caps of the account's limits and of one of its tokens', with those of all classes."""
+    classes = sorted(account.classes.keys() | token.classes.keys())
+    pairs = [pair for name in ("", *classes) for pair in limited_subjects(account, token_id, token, name)]
+    return caps_of(list(dict(pairs).items()), RequestSize())

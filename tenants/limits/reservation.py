@@ -1,14 +1,18 @@
 """The demand, the reservation and the usage of one request, in tokens and neurons. It knows no store and no clock."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import structs
 
 from tenants.limits.caps import LimitStatus, RequestSize
-from tenants.records.holds import BUDGETS
+from tenants.records.holds import BUDGETS, DenialReason
 from tenants.records.usage import MICRO, UsageRecord
+
+# Micro-neurons of budgets that are used and held, by the subject and the measure of their caps.
+Overdrawn = Mapping[tuple[str, DenialReason], int]
 
 
 class NeuronPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -20,12 +20,14 @@ from tenants.records.accounts import Settings
 from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
 from tenants.records.grants import Grant
 from tenants.records.limits import Limits
+from tests.gateway.test_open_requests import CHANGES, ENDS_WITHIN_S, classed
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
 from tests.support.waiting import holds, until
 
 pytestmark = pytest.mark.usefixtures("impatient")
 QUEUE = "?queueRequest=true"
+PARKED = ("account suspended", "region set")  # it goes on when that is over, or elsewhere
 
 
 @pytest.fixture
@@ -35,6 +37,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "RENEW_S", 0.05)
     monkeypatch.setattr(worker, "TIDY_S", 0.05)
     monkeypatch.setattr(worker, "AGAIN_S", 0.05)
+    monkeypatch.setattr(worker, "CHECK_S", 0.05)
 
 
 def requests(count: int, **fields: Any) -> list[dict[str, Any]]:
@@ -75,6 +78,35 @@ async def state(world: Served, request_id: str) -> Any:
 
 def running(world: Served) -> int:
     return sum(world.app._batches.running.values())
+
+
+async def closed(world: Served, request_id: str) -> Any:
+    """A batch that has ended, whoever may still ask for it."""
+    batches = world.app._serving.batches
+
+    async def batch() -> Any:
+        found = await batches.batches.get(world.account_id, request_id)
+        return found if found is not None and not found.status.open else None
+
+    found = await until(batch)
+    cipher = batches.encryption.cipher(world.account_id, request_id)
+    results = await batches.batches.results(world.account_id, request_id, 0, found.items)
+    return {
+        "status": found.status,
+        "responses": [json.loads(cipher.open_result(one.place, one.result)) for one in results],
+    }
+
+
+def reasons(result: Any) -> list[int]:
+    """The codes of the errors of a batch's results."""
+    assert all(error["message"] for one in result["responses"] for error in one["errors"])
+    return [error["code"] for one in result["responses"] for error in one["errors"]]
+
+
+def generating(world: Served, count: int) -> bool:
+    """Whether so many requests run, each with some of its tokens."""
+    calls = [one.request.call for one in world.app._batches._claimed.values() if one.request is not None]
+    return len(calls) == count and all(call is not None and call.work.completion_tokens for call in calls)  # type: ignore[attr-defined]
 
 
 # Submitting and fetching
@@ -340,14 +372,17 @@ async def test_nothing_is_claimed_while_live_requests_wait_at_the_replica(tmp_pa
 async def test_a_fault_with_one_request_ends_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "LEASE_S", 0.3)
     async with served(tmp_path) as world:
-        faults = []
+        faults: list[str] = []
+        checks = world.app._batches._checks
+        admit = checks.admit
 
-        def faulty(*_: Any) -> None:
+        async def faulty(*arguments: Any) -> Any:
             if not faults:
                 faults.append("not foreseen")
                 raise RuntimeError(faults[0])
+            return await admit(*arguments)
 
-        monkeypatch.setattr(worker, "check_admission", faulty)
+        monkeypatch.setattr(checks, "admit", faulty)
         request_id = await submit(world, 3)
         result = await ended(world, request_id)
         assert faults
@@ -378,8 +413,56 @@ async def test_a_revoked_token_ends_its_batches(tmp_path: Path) -> None:
         await world.accounts.revoke(token.id)
         world.app._batches._stopped = False
         result = await ended(world, request_id)
-        assert (result["status"], result["responses"]) == (BatchStatus.FAILED, [])
+        assert (result["status"], reasons(result)) == (BatchStatus.FAILED, [10000])
         assert await world.records() == []
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@looped
+async def test_what_refuses_a_new_call_refuses_a_batchs_next_request(tmp_path: Path, name: str) -> None:
+    change = CHANGES[name]
+    async with classed(tmp_path) as world:
+        world.app._batches.stop()
+        request_id = await submit(world, 3, max_tokens=200)
+        await change.make(world)
+        world.app._batches._stopped = False
+        if name in PARKED:
+            await holds(lambda: not world.fleet.submits, 0.3)
+            batch = await world.app._tenancy.store.batches.get(world.account_id, request_id)
+            assert batch is not None
+            assert batch.status.open
+        elif name == "secret rolled":
+            await until(lambda: len(world.fleet.submits) == 3, what="its token is as good as before")
+        else:
+            result = await closed(world, request_id)
+            assert set(reasons(result)) == {change.code}
+            assert result["status"] in (BatchStatus.FAILED, BatchStatus.DONE)
+            assert (not world.fleet.submits, await world.records()) == (True, [])
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@looped
+async def test_what_refuses_a_new_call_ends_a_batchs_running_requests(tmp_path: Path, name: str) -> None:
+    change = CHANGES[name]
+    async with classed(tmp_path) as world:
+        world.behaviour.step_s = 0.05
+        request_id = await submit(world, 3, max_tokens=5000)
+        await until(lambda: generating(world, 3))
+        await change.make(world)
+        if name == "secret rolled":
+            await holds(lambda: running(world) == 3, 0.3)
+            return
+        await until(lambda: running(world) == 0, ENDS_WITHIN_S)
+        await until(lambda: not world.fleet.running)
+        records = await world.records()
+        if name in PARKED:
+            assert records == [], "it runs again"
+            return
+        result = await closed(world, request_id)
+        assert set(reasons(result)) == {change.code}
+        assert {record.outcome for record in records} == {change.outcome}
+        assert all(0 < record.completion_tokens < 5000 for record in records)
+        (await world.app._tenancy.store.quotas.reconcile(world.account_id, records[0].day)).check()
 
 
 @looped

@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from gateway import open_requests
+from gateway.batch import worker
 from tenants.auth import jwks
 from tenants.records.accounts import Account
 from tenants.records.limits import Limits
+from tenants.store.protocol import StoreUnavailable
+from tests.gateway.batch.test_batch import closed, reasons
 from tests.support.issuers import ACCOUNT, JwksServer, World, documents
 from tests.support.jwt_attacks import ATTACKS, FORM
 from tests.support.served_gateway import Answer, Served, looped, served
@@ -141,12 +144,57 @@ async def test_a_stream_ends_when_its_jwt_expires(tmp_path: Path) -> None:
             body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
             clients.append(await client.post(gateway.run_path, body, {"authorization": bearer}))
             assert await client.head() == 200
-        async with asyncio.timeout(1.5 + open_requests.REVOCATION_CHECK_S + 1):
+        async with asyncio.timeout(1.5 + open_requests.CHECK_S + 1):
             *_, error, done = [event async for event in clients[0].events()]
         assert (error["errors"][0]["code"], done) == (10000, "[DONE]")
         assert gateway.app.open_requests == 1
         for client in clients:
             client.leave()
+
+
+@looped
+async def test_a_jwts_expiry_ends_its_stream_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> None:
+        raise StoreUnavailable("the disk is full")
+
+    monkeypatch.setattr(open_requests, "CHECK_S", 0.05)
+    async with trusting(tmp_path) as setting:
+        gateway = setting.gateway
+        gateway.behaviour.step_s = 0.05
+        client = await gateway.client()
+        body = {"prompt": "hello", "max_tokens": 5000, "stream": True}
+        await client.post(gateway.run_path, body, {"authorization": setting.bearer()})
+        assert await client.head() == 200
+        with monkeypatch.context() as broken:
+            for name in ("get", "token"):
+                broken.setattr(gateway.app._tenancy.store.accounts, name, away)
+            gateway.clock.offset_s += 601
+            async with asyncio.timeout(5):
+                *_, error, done = [event async for event in client.events()]
+        assert (error["errors"][0]["code"], done) == (10000, "[DONE]")
+
+
+@looped
+async def test_a_batch_has_its_jwts_rights_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHECK_S", "LOOK_S"):
+        monkeypatch.setattr(worker, name, 0.05)
+    async with trusting(tmp_path) as setting:
+        gateway = setting.gateway
+        gateway.behaviour.step_s = 0.05
+        body = {"requests": [{"prompt": "hello", "max_tokens": 5000}]}
+        bearer = setting.bearer(hearth_models="@cf/test/*")
+        answer = await gateway.call(f"{gateway.run_path}?queueRequest=true", body, authorization=bearer)
+        batch_id = answer.json["result"]["request_id"]
+        await until(lambda: gateway.fleet.running)
+        (claimed,) = gateway.app._batches._claimed.values()
+        assert claimed.request is not None
+        assert claimed.request.caller.grant.models == ("@cf/test/*",)
+        gateway.clock.offset_s += 601
+
+        assert reasons(await closed(gateway, batch_id)) == [10000]
+        assert not gateway.fleet.running
 
 
 @looped

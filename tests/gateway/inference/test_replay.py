@@ -10,7 +10,9 @@ import pytest
 from gateway.http.sse import PING
 from gateway.inference import replay
 from gateway.inference.replay import AnswerRecorder
+from tenants.records.limits import Limits
 from tenants.store.protocol import StoreUnavailable
+from tests.gateway.test_open_requests import CHANGES, classed
 from tests.support.served_gateway import Answer, Served, looped, served
 from tests.support.stub_replica import MODEL
 from tests.support.waiting import until
@@ -24,8 +26,9 @@ async def asked(gateway: Served, body: Any = None, key: str = "k", path: str | N
 
 
 async def charged(gateway: Served) -> int:
+    """How many calls cost something."""
     await gateway.settled()
-    return len(await gateway.records())
+    return len([record for record in await gateway.records() if record.micro_neurons])
 
 
 def replayed(answer: Answer) -> bool:
@@ -52,6 +55,60 @@ def test_the_first_answer_is_repeated_and_charged_once(tmp_path: Path, store_url
             assert (await charged(gateway), len(gateway.fleet.submits)) == (1, 1)
 
     call()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("stream", [False, True])
+@looped
+async def test_what_refuses_a_new_call_refuses_its_answer(tmp_path: Path, name: str, stream: bool) -> None:
+    change = CHANGES[name]
+    async with classed(tmp_path) as gateway:
+        body = {"prompt": "hello", "max_tokens": 200, "stream": stream}
+        first = await asked(gateway, body)
+        assert replayed(await asked(gateway, body))
+        await change.make(gateway)
+        gateway.see_changes()
+        again = await asked(gateway, body)
+        assert (again.status >= 400, again.code, replayed(again)) == (True, change.code, False)
+        assert first.content not in again.content
+        assert await charged(gateway) == 1
+
+
+@looped
+async def test_each_answer_is_one_request_of_its_rate_and_no_tokens(tmp_path: Path, store_url: str) -> None:
+    limits = Limits(requests_per_minute=4, neurons_per_day=0.1)
+    async with served(tmp_path, limits=limits, store_url=store_url) as gateway:
+        first = await asked(gateway)
+        again = [await asked(gateway) for _ in range(4)]
+        assert [(one.status, replayed(one)) for one in again] == [(200, True)] * 3 + [(429, False)]
+        assert (again[3].code, "4 requests per minute" in again[3].message) == (3021, True)
+        assert all("requests" in one.headers["ratelimit"] for one in again)
+        assert (await charged(gateway), len(gateway.fleet.submits)) == (1, 1)
+        records = await gateway.records()
+        assert sorted(record.prompt_tokens for record in records)[:-1] == [0] * 3
+        assert sum(record.micro_neurons for record in records) == round(1e6 * float(first.headers["cf-ai-neurons"]))
+
+
+@looped
+async def test_an_answer_that_used_the_budget_up_is_there_all_the_same(tmp_path: Path) -> None:
+    async with served(tmp_path, limits=Limits(neurons_per_day=0.05)) as gateway:
+        first = await asked(gateway)
+        while (await gateway.run(**TEN)).status == 200:
+            pass  # some of its tokens fit
+        again = await asked(gateway)
+        assert (again.status, again.content, replayed(again)) == (200, first.content, True)
+
+
+@looped
+async def test_the_answer_to_a_batch_is_refused_like_a_new_batch(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        body, path = {"requests": [TEN]}, gateway.run_path + "?queueRequest=true"
+        first = await asked(gateway, body, path=path)
+        again = await asked(gateway, body, path=path)
+        assert (again.content, replayed(again)) == (first.content, True)
+        await CHANGES["model taken"].make(gateway)
+        gateway.see_changes()
+        assert (await asked(gateway, body, path=path)).code == 3041
 
 
 @looped

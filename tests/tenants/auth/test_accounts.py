@@ -409,10 +409,44 @@ async def test_who_asked_earlier_is_a_caller_until_its_token_or_account_ends(
         await accounts.caller_of("0" * 32, token_id)
 
 
-async def test_who_came_with_a_jwt_needs_none_any_more(accounts: AccountService) -> None:
+async def test_who_came_with_a_jwt_is_a_caller_with_its_rights_until_it_expires(
+    accounts: AccountService, clock: Any
+) -> None:
     account_id, _ = await minted(accounts)
-    caller = await accounts.caller_of(account_id, "jwt:acme:robot")
-    assert (caller.account.id, caller.token_id) == (account_id, "jwt:acme:robot")
+    grant, expires_at = Grant(models=("@cf/*",)), int(clock.now_s) + 60
+    caller = await accounts.caller_of(account_id, "jwt:acme:robot", grant, expires_at)
+    assert (caller.account.id, caller.token_id, caller.grant) == (account_id, "jwt:acme:robot", grant)
+    assert caller.expires_at == expires_at
+    with pytest.raises(UnknownToken):
+        await accounts.caller_of("0" * 32, "jwt:acme:robot", grant, expires_at)
+    clock.now_s += 61
+    with pytest.raises(UnknownToken):
+        await accounts.caller_of(account_id, "jwt:acme:robot", grant, expires_at)
+
+
+async def test_a_token_that_the_store_lost_is_nobodys(accounts: AccountService) -> None:
+    account_id, text = await minted(accounts)
+    other_id, _ = await minted(accounts)
+    for owner, token_id in ((account_id, "0" * 11), (other_id, parse_token(text))):
+        with pytest.raises(UnknownToken):
+            await accounts.caller_of(owner, token_id)
+
+
+async def test_an_expiry_that_was_seen_holds_while_the_store_is_away(
+    accounts: AccountService, store: Store, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def away(*_: object) -> None:
+        raise StoreUnavailable("the disk is full")
+
+    _, text = await minted(accounts, expires_at=clock.now_s + 60)
+    await accounts.verify(text)
+    monkeypatch.setattr(store.accounts, "token", away)
+    clock.now_s += 59
+    with pytest.raises(StoreUnavailable):
+        await accounts.verify(text)
+    clock.now_s += 1
+    with pytest.raises(UnknownToken, match="expired"):
+        await accounts.verify(text)
 
 
 async def test_turning_zero_retention_on_deletes_the_accounts_batches(
