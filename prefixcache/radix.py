@@ -99,8 +99,28 @@ class NamespaceRoot(RadixNode):
         if not child.pins and child.used_s <= expired_s:
             self.hide(child)
             return None
+        common = self._common_blocks(child, packed, at)
+        return child if common == len(child.blocks) else self.split(child, common)
+
+    def matched_blocks(self, packed: memoryview, expired_s: float) -> int:
+        """How many blocks of `packed` are found, by the rules of `child_at`. It changes nothing, and copies no more of
+        `packed` than is compared."""
+        node: RadixNode = self
+        blocks = 0
+        while (child := node.children.get(bytes(packed[: self._block_bytes]))) is not None:
+            if not child.pins and child.used_s <= expired_s:
+                break
+            common = self._common_blocks(child, bytes(packed[: len(child.label)]), 0)
+            blocks += common
+            if common < len(child.blocks):
+                break
+            node, packed = child, packed[len(child.label) :]
+        return blocks
+
+    def _common_blocks(self, child: RadixNode, packed: bytes, at: int) -> int:
+        """How many blocks of a child are those of `packed` from `at` on, which begins with its key."""
         if packed.startswith(child.label, at):
-            return child
+            return len(child.blocks)
         low, high = 1, len(child.blocks)  # blocks: `low` are equal (the child's key), `high` are not
         while high - low > 1:
             middle = (low + high) // 2
@@ -109,7 +129,7 @@ class NamespaceRoot(RadixNode):
                 low = middle
             else:
                 high = middle
-        return self.split(child, low)
+        return low
 
     def split(self, lower: RadixNode, blocks: int) -> RadixNode:
         """Cuts an edge behind its first `blocks`. The node keeps its lower part: leases that end there still do."""

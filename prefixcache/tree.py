@@ -119,6 +119,13 @@ class PrefixTree:
         self.counters["hit_tokens"] += at // TOKEN_BYTES
         return Lease(root, node, blocks)
 
+    def matched_tokens(self, namespace: Namespace, tokens: memoryview) -> int:
+        """How many of these u32 tokens `match` would find now. It pins nothing, and is neither a use nor a lookup."""
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        return root.matched_blocks(tokens.cast("B"), self._expired_s(root)) * self.block_tokens
+
     def insert(self, lease: Lease, tokens: "array[int]", blocks: Sequence[int]) -> tuple[Lease, list[int]]:
         """Adds full blocks behind the lease's end and pins them too. `tokens` has exactly `blocks`' tokens.
 

@@ -3,10 +3,16 @@ whether there is a place and room in memory.
 
 An account's prompts may use up its own part of a step's rows and no more. Preempted sequences come first. A sequence
 that would compute what a running prompt computes steps aside until that is cached.
+
+Where sequences of one namespace wait one behind the other, the one with the longest cached prefix goes first, as in
+SGLang's scheduler, so that a prefix is used before it is evicted. Only the next PREFIX_WINDOW are looked at, and none
+is passed more than PASSES_MAX times. What is cached never moves one namespace before another: nobody's wait tells what
+others have cached.
 """
 
 from array import array
-from itertools import islice
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Final
 
 import numpy as np
@@ -15,18 +21,24 @@ from numpy.typing import NDArray
 from engine.scheduling.fair_queue import AccountQueue, fair_shares
 from engine.scheduling.public_prefixes import common_prefix_length
 from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.waiting import PASSES_MAX
 from prefixcache.namespace import Namespace
 
-LOOK_AHEAD: Final = 4  # sequences of an account that are looked at for one that waits for no prefix
+PREFIX_WINDOW: Final = 16  # waiting sequences of an account among which the longest cached prefix goes first
+LOOK_AHEAD: Final = 4  # of these are looked at for one that waits for no prefix
 
 
 class PrefillAdmission:
     """The running sequences whose prompt is not computed, while others start beside them."""
 
-    def __init__(self, running: list[Sequence], rows: int, block_tokens: int) -> None:
-        """`rows`: what all running sequences have of a step."""
+    def __init__(
+        self, running: list[Sequence], rows: int, block_tokens: int, cached_tokens: Callable[[Sequence], int]
+    ) -> None:
+        """`rows`: what all running sequences have of a step. cached_tokens: of a waiting one, as it would find them."""
         self._rows = rows  # left, beside one for each running sequence
         self._block_tokens = block_tokens
+        self._cached_tokens = cached_tokens
+        self._cached: dict[Sequence, int] = {}  # what it returned before in this step
         self._oldest: dict[AccountQueue[Sequence], Sequence] = {}
         self._pending: dict[AccountQueue[Sequence], int] = {}
         self._namespaces: dict[Namespace, list[Sequence]] = {}
@@ -52,8 +64,34 @@ class PrefillAdmission:
             return None
         if account.resuming:
             return next(iter(account.resuming))
-        ready = (sequence for sequence in account.waiting if sequence.compilation is None)
-        return next((sequence for sequence in islice(ready, LOOK_AHEAD) if not self._awaits_prefix(sequence)), None)
+        window = self._window(account)
+        ready = (sequence for sequence in window[:LOOK_AHEAD] if not self._awaits_prefix(sequence))
+        first = next(ready, None)
+        if first is None or first.namespace is None:
+            return first
+        later = window[window.index(first) :]
+        return self._longest_cached(list(takewhile(lambda other: other.namespace == first.namespace, later)))
+
+    def _window(self, account: AccountQueue[Sequence]) -> list[Sequence]:
+        """The account's next sequences that could start, up to the first one that may not be passed again."""
+        window: list[Sequence] = []
+        for sequence in account.waiting:
+            if sequence.compilation is None:
+                window.append(sequence)
+                if len(window) == PREFIX_WINDOW or sequence.passed == PASSES_MAX:
+                    break
+        return window
+
+    def _longest_cached(self, sequences: list[Sequence]) -> Sequence:
+        """The one with the longest cached prefix that waits for none, the earliest of equal ones; the first waits for
+        none."""
+        if len(sequences) == 1:
+            return sequences[0]
+        for sequence in sequences:
+            if sequence not in self._cached:
+                self._cached[sequence] = self._cached_tokens(sequence)
+        ranked = sorted(sequences, key=self._cached.__getitem__, reverse=True)
+        return next(other for other in ranked if other is sequences[0] or not self._awaits_prefix(other))
 
     def _full(self, account: AccountQueue[Sequence]) -> bool:
         """Whether an account's prompts use up its own part of the rows. Half of that belongs to the oldest prompt, as

@@ -21,6 +21,7 @@ from engine.scheduling.fair_queue import AccountQueue
 from engine.scheduling.public_prefixes import PublicPrefixes, common_prefix_length
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.validation import SubmitRejected
+from prefixcache.namespace import Namespace
 from prefixcache.tree import Lease, PrefixTree
 
 SWEEP_MAX: Final = 128  # blocks given back beside one step: erasing so many takes a fraction of it
@@ -96,17 +97,25 @@ class KVManager:
 
     def lease_prefix(self, sequence: Sequence) -> PrefixMatch:
         """Leases the longest cached prefix of a sequence that holds nothing: `allocate` or `cancel_lease` follows."""
-        public, namespace = self.public_prefixes.find(sequence.tokens[:-1]), sequence.namespace
+        public = self.public_prefixes.find(sequence.tokens[:-1])
         pages = [*public]
-        if namespace is not None:
-            if public:  # what lies behind these was only ever read behind them
-                namespace = namespace._replace(behind=self.public_prefixes.pages[public[-1]])
+        if sequence.namespace is not None:
             tokens = sequence.tokens[len(public) * self.block_tokens : -1]
+            namespace = self._behind(public, sequence.namespace)
             sequence.lease = lease = self.tree.match(namespace, tokens, sequence.retention)
             if sequence.terms.erase:
                 self.pool.mark_secret(lease.blocks)
             pages += lease.blocks
         return PrefixMatch(pages, len(public), self.blocks_for(len(sequence.tokens)) - len(pages))
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """How many tokens `lease_prefix` would find for a sequence that holds nothing. It changes nothing."""
+        tokens = memoryview(sequence.tokens)[:-1]
+        public = self.public_prefixes.find(tokens)
+        found = len(public) * self.block_tokens
+        if sequence.namespace is None:
+            return found
+        return found + self.tree.matched_tokens(self._behind(public, sequence.namespace), tokens[found:])
 
     def cancel_lease(self, sequence: Sequence, match: PrefixMatch, short: bool) -> None:
         """Gives a lease back: the sequence does not start. `short`: because the pool has too few blocks."""
@@ -291,6 +300,10 @@ class KVManager:
         self._compared_version = -1
 
     # Inside
+
+    def _behind(self, public: Items[int], namespace: Namespace) -> Namespace:
+        """The namespace of what follows these public pages: it was only ever read behind them."""
+        return namespace._replace(behind=self.public_prefixes.pages[public[-1]]) if public else namespace
 
     def _take(self, count: int, secret: bool) -> list[int]:
         """So many pages, evicting from the tree what is missing. Only after asking `available_blocks`."""

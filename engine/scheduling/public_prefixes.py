@@ -38,7 +38,7 @@ class PublicPrefixes:
         for _, pages in self._prefixes:
             pages[:] = [renamed.get(page, page) for page in pages]
 
-    def find(self, tokens: "array[int]") -> list[int]:
+    def find(self, tokens: "array[int] | memoryview") -> list[int]:
         """The pages of the longest part of a prefix that the tokens begin with. Costs a comparison with each prefix."""
         if not self._prefixes:
             return []

@@ -293,7 +293,7 @@ class Scheduler:
 
     def _admit_from(self, queue: FairQueue[Sequence], running: list[Sequence], rows: int) -> None:
         """Starts sequences of one queue, whose running ones have so many rows of a step."""
-        prompts = PrefillAdmission(running, rows, self._block_tokens)
+        prompts = PrefillAdmission(running, rows, self._block_tokens, self.kv.cached_tokens)
         while (sequence := queue.peek(prompts.choose)) is not None:
             if len(self.running.sequences) < self._max_running and self._start(sequence):
                 prompts.add(sequence)

@@ -93,6 +93,7 @@ class Sequence:
     account_queue: "AccountQueue[Sequence]" = field(default_factory=AccountQueue)  # set when it is queued
     charged_tokens: int = 0  # of its prompt: its account was charged for them, or they were cached
     cached_tokens: int = 0  # of its prompt: found when it first started
+    passed: int = 0  # how many later ones of its account started before it, while it could have
     prefix_source: "tuple[Sequence, int] | None" = None  # which sequence computes a prefix of it, of how many blocks
     inflight_steps: int = 0
     computed: int = 0

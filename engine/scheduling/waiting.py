@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from typing import Final
 
 from engine.protocol.frames import Reject
@@ -19,6 +20,7 @@ from engine.scheduling.fair_queue import AccountQueue, FairQueue
 from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.validation import SubmitRejected
 
+PASSES_MAX: Final = 16  # later sequences of its account that may start before one that could start too
 RETRY_MS_MIN: Final = 250
 RETRY_MS_MAX: Final = 3_600_000
 _STEPS: Final = 256  # steps in the mean of the pace, the later ones counting more
@@ -87,8 +89,12 @@ class WaitingQueue:
             heappush(self._deadlines, (first.deadline_s, first.owner, first.id))
 
     def start(self, sequence: Sequence) -> None:
-        """Takes a sequence out of its queue: it runs."""
+        """Takes a sequence out of its queue: it runs, and passes those before it that could have started."""
         self._count(sequence, -1)
+        waiting = sequence.account_queue.waiting
+        if sequence in waiting:
+            for earlier in takewhile(lambda other: other is not sequence, waiting):
+                earlier.passed += earlier.compilation is None
         sequence.state = SequenceState.RUNNING
         self.queue_of(sequence).start(sequence.account_queue, sequence)
 
@@ -246,6 +252,7 @@ class WaitingQueue:
         assert all(not sequence.block_count and sequence.lease is None for sequence in waiting), (
             "a waiting sequence holds blocks"
         )
+        assert max((sequence.passed for sequence in waiting), default=0) <= PASSES_MAX, "one is passed too often"
         assert all(sequence.state != SequenceState.ENDED for sequence in self.sequences.values()), (
             "an ended one is still known"
         )

@@ -124,7 +124,11 @@ class History:
         if (findable := root.findable()) and self.pick.random() < 0.4:
             ids = array("I", self.pick.choice(findable)) + ids[: self.pick.randrange(SIZE)]
         self.expire(root, ids)
+        known = self.tree._scopes.get(scope)
+        same_policy = known is not None and known.keep_s == keep.keep_s
+        matched = self.tree.matched_tokens(space, memoryview(ids))
         lease = self.tree.match(space, ids, keep)
+        assert matched == lease.tokens or not same_policy, "what is predicted is not what is found"
         assert lease.blocks == root.find(ids), "not the longest cached prefix"
         if self.sleepy and self.pick.random() < 0.7:
             self.tree.count_read(lease)

@@ -66,8 +66,8 @@ BREAKS = {
     "an edge with children is lengthened": ("node.pins == 1 and not node.children", "node.pins == 1"),
     "an edge is believed after its first block": ("if packed.startswith(child.label, at):", "if True:"),
     "one differing block is let in": (
-        "return self.split(child, low)",
-        "return self.split(child, low + 1) if low + 1 < high else child",
+        "return low\n",
+        "return min(low + 1, len(child.blocks))\n",
     ),
     "the caller's duplicate wins": (
         "lease.blocks += node.blocks",

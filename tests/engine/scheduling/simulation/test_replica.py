@@ -207,7 +207,7 @@ BREAKS = {
         "submit.deadline_ms",
     ),
     "a text is not told to its matcher": ("scheduling.scheduler", "else matcher.accept(token)", 'else ""'),
-    "a sequence starts without its grammar": ("scheduling.admission", "if sequence.compilation is None)", "if True)"),
+    "a sequence starts without its grammar": ("scheduling.admission", "if sequence.compilation is None:", "if True:"),
     "a text goes on behind its grammar's end": (
         "scheduling.scheduler",
         " or (matcher is not None and matcher.finished)",
