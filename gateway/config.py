@@ -200,7 +200,9 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     kv_bytes: Annotated[_Positive | None, _doc("memory for KV blocks; default: from what is left")] = None
     block_tokens: Annotated[int, _doc("tokens per KV block", ge=1, le=1024)] = 16
     step_tokens: Annotated[_StepTokens | None, _doc("token budget of a step; default: 512, on a GPU by gap_ms")] = None
-    gap_ms: Annotated[float, _doc("longest GPU step that prompts may cause while others stream", ge=1, le=60000)] = 20.0
+    gap_ms: Annotated[
+        float, _doc("longest step of prompts while others stream, and of several accounts", ge=1, le=60000)
+    ] = 20.0
     sequences: Annotated[_Sequences | None, _doc("sequences that run at once; default: 64, on a GPU 512")] = None
     waiting: Annotated[
         _Waiting | None, _doc("sequences that wait at once, above it 429; default: 1024, of texts for vectors 8192")

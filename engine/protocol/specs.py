@@ -22,7 +22,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     kv_bytes: int | None = None  # None: measured from what is left
     block_tokens: int = 16
     step_tokens: int | None = None  # the token budget of one step; None: 512 on a CPU, what gap_ms allows on a GPU
-    gap_ms: float = 20.0  # the longest step that prompts may cause while other sequences stream, on a GPU
+    gap_ms: float = 20.0  # the longest step of prompts while others stream (on a GPU), and of several accounts
     sequences: int | None = None  # running at once; None: 64 on a CPU, 512 on a GPU
     waiting: int = 1024  # in the waiting queue at once
     vectors: bool = False  # a decoder gives its prompts' vectors, and no text; its head is not loaded

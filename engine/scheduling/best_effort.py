@@ -51,7 +51,8 @@ class BestEffortBudget:
             chunks = _divide_rows(waiting, more)
             reads_us = sum(map(costs.reads_us, (sequence.launched for sequence in waiting), chunks))
             rows_us = costs.rows_us(rows + sum(chunks)) - costs.rows_us(rows)
-            return rows_us + reads_us + HOST_US_PER_SEQUENCE * len(chunks)
+            masks_us = sum(sequence.mask_us for sequence in waiting[: len(chunks)])
+            return rows_us + reads_us + masks_us + HOST_US_PER_SEQUENCE * len(chunks)
 
         fitting = bisect_right(range(1, high + 1), left_us, key=added_us)
         return _divide_rows(waiting, max(low, fitting))

@@ -19,6 +19,7 @@ from engine.protocol.types import SchedulingTerms
 # generated token takes a step of its own, for which all weights are read: twice as much, as in the counter's paper.
 PROMPT_TOKEN: Final = 1
 GENERATED_TOKEN: Final = 2
+MASK_US: Final = 100.0  # of masks, for which all wait, count as a token of a prompt
 CREDIT: Final = 512  # tokens served that an account may be behind others when it arrives
 _IDLE_ACCOUNTS_MAX: Final = 4096
 
@@ -38,7 +39,7 @@ class AccountQueue(Generic[Item]):
     """
 
     __slots__ = (
-        *("at_cap", "generated_cost", "level", "pending_tokens", "prompt_cost", "readers"),
+        *("at_cap", "generated_cost", "level", "mask_cost", "pending_tokens", "prompt_cost", "readers"),
         *("resuming", "running", "terms", "waiting", "work"),
     )
 
@@ -57,6 +58,7 @@ class AccountQueue(Generic[Item]):
         self.terms = terms
         self.prompt_cost = PROMPT_TOKEN / terms.weight
         self.generated_cost = GENERATED_TOKEN / terms.weight
+        self.mask_cost = PROMPT_TOKEN / (MASK_US * terms.weight)  # of a µs
 
     @property
     def priority(self) -> float:

@@ -95,6 +95,7 @@ class Scheduler:
             best_effort = [sequence for sequence in sequences if sequence.background]
             sequences = [sequence for sequence in sequences if not sequence.background]
         del sequences[self._budget.max_rows :]
+        sequences = self._budget.time.select(sequences, len(self._waiting.live.running_accounts))
         extra = self._budget.share(sequences)
         chunks = [1 + extra.get(sequence, 0) for sequence in sequences] if extra else [1] * len(sequences)
         if best_effort and not self._best_effort_paused:
@@ -111,6 +112,8 @@ class Scheduler:
         now = self._clock()
         if plan.planned_us and plan.planned_s <= self._landed_s:
             self._budget.observe(plan.planned_us, 1e6 * (now - self._landed_s))
+        took_us = 1e6 * (now - max(self._landed_s, plan.planned_s))
+        self._budget.time.observe(plan, took_us)
         took_s, self._landed_s, self._served_tokens = now - self._landed_s, now, 0
         tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
         assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
@@ -229,7 +232,8 @@ class Scheduler:
         for segment in segments:
             self._counters["spared_keys"] += (len(segment.members) - 1) * (segment.last - segment.first)
         planned_us = 0.0 if sequences[-1].background else self._budget.planned_us
-        return plan_step(sequences, chunks, segments, self._block_tokens, planned_us, self._clock())
+        work = self._budget.time.work(sequences, chunks)
+        return plan_step(sequences, chunks, segments, self._block_tokens, planned_us, self._clock(), work)
 
     def _give_blocks(self) -> bool:
         """Gives every running sequence the block that it writes next, and admits others where none was missing.
@@ -393,6 +397,8 @@ class Scheduler:
             outputs.logprobs.append(TokenLogprobs(sequence.id, *logprobs))
         matcher = sequence.matcher
         problem = "" if matcher is None else matcher.accept(token)
+        if matcher is not None:
+            sequence.account_queue.level += matcher.mask_us * sequence.account_queue.mask_cost
         if problem:
             self._end(sequence, FinishReason.GRAMMAR, problem)
         elif token in sequence.stop_ids or (matcher is not None and matcher.finished):

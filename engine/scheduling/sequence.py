@@ -89,6 +89,7 @@ class Sequence:
     matcher: GrammarMatcher | None = None
 
     state: SequenceState = SequenceState.WAITING
+    row_turn: int = 0  # rises with each step in which it had a row of those that there was time for, see step_time.py
     start_order: int = -1  # when it first started, counted; the highest of an account is preempted first
     account_queue: "AccountQueue[Sequence]" = field(default_factory=AccountQueue)  # set when it is queued
     charged_tokens: int = 0  # of its prompt: its account was charged for them, or they were cached
@@ -116,6 +117,11 @@ class Sequence:
     def launchable(self) -> bool:
         """Whether a step can compute more of it. The last token is never computed: nothing is sampled after it."""
         return self.launched + 1 < self.max_total_tokens
+
+    @property
+    def mask_us(self) -> float:
+        """About what its next mask takes."""
+        return 0.0 if self.matcher is None else self.matcher.mask_us
 
     @property
     def background(self) -> bool:

@@ -16,7 +16,7 @@ INFLIGHT_STEPS_MAX: Final = 2
 class StepPlan:
     """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; row rows[i] of what is sampled is
     its next token, −1: none is. planned_us: how long the step is to take, 0 where that is not needed; planned_s: when
-    it was planned. masked_sequences: the rows that are sampled by masks, in this order."""
+    it was planned; work: as StepTime counts it. masked_sequences: the rows that are sampled by masks, in this order."""
 
     packed: Int32s
     sequences: list[Sequence]
@@ -24,6 +24,7 @@ class StepPlan:
     rows: list[int]
     planned_us: float
     planned_s: float
+    work: float = 0.0
     masked_sequences: list[Sequence] = field(default_factory=list)
 
 
@@ -34,6 +35,7 @@ def plan_step(
     block_tokens: int,
     planned_us: float,
     planned_s: float,
+    work: float,
 ) -> StepPlan:
     """Packs the next tokens of each sequence, which count as launched from now on; `segments` are read once for several
     slices."""
@@ -46,7 +48,9 @@ def plan_step(
             rows[index] = sequence.sampled_row = sampled
             sampled += 1
     masked = [sequence for sequence, part in zip(sequences, slices, strict=True) if part.masked]
-    return StepPlan(pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, masked)
+    return StepPlan(
+        pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, work, masked
+    )
 
 
 def _slice(sequence: Sequence, chunk: int) -> SequenceSlice:

@@ -3,7 +3,8 @@ step failed.
 
 The bound on the time between tokens: while some sequence decodes, a step is predicted to take at most `gap_ms`, unless
 its prompts have no more than PROMPT_ROWS_MIN rows beyond one for each: with fewer they would hardly move. Decodes alone
-are not bounded here. Without measured costs `step_tokens` is the only bound.
+are bounded in step_time.py, between accounts. Without measured costs `step_tokens` is the only bound, and where several
+accounts run what step_time.py has learned.
 
 Costs are measured as a model opens; under load a GPU's clocks fall with its power, and a host has other work. So steps
 are counted as slower than their costs by as much as the slowest of the last steps were.
@@ -16,9 +17,11 @@ from typing import Final
 
 from engine.scheduling.fair_queue import AccountQueue, fair_shares
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_time import StepTime
 from engine.step.cost_model import CostModel
 
 PROMPT_ROWS_MIN: Final = 64
+LEARNED_PROMPT_ROWS_MIN: Final = 16  # where costs are learned: a device without measured ones has less to spare
 _RECOVERY: Final = 16
 _SLOWNESS_MAX: Final = 2.0
 _SLOWNESS_FIRST: Final = 1.35  # until there is better to go by
@@ -51,6 +54,7 @@ class TokenBudget:
     max_rows    the most for which a step is expected to find memory.
     saved_us    what groups took off the step before, and will off the next one.
     planned_us  how long the step shared out last is to take by its costs; 0 where it is not bounded.
+    time        which rows there is time for where several accounts run.
     slowness    by how much steps are slower than their costs, 1 … _SLOWNESS_MAX.
     """
 
@@ -61,6 +65,7 @@ class TokenBudget:
         self.saved_us = 0.0
         self.planned_us = 0.0
         self.slowness = _SLOWNESS_FIRST
+        self.time = StepTime(config.gap_ms, config.costs)
 
     def halve(self, rows: int) -> None:
         """Halves the next step: one of so many rows did not fit."""
@@ -99,17 +104,19 @@ class TokenBudget:
         decoding = [sequence for sequence in sequences if sequence.pending <= 1]
         claims = _Claims(prompts)
         rows = min(self._max_step_rows(bool(decoding)) - len(sequences), claims.requested)
-        costs = self._config.costs
-        if costs is not None and decoding and rows > PROMPT_ROWS_MIN:
+        costs, min_rows, gap_us = self._config.costs, PROMPT_ROWS_MIN, self._gap_us
+        if costs is None:
+            costs, min_rows, gap_us = self.time.costs, LEARNED_PROMPT_ROWS_MIN, self.time.limit_us
+        if costs is not None and decoding and rows > min_rows:
             starts, decoding_us = [sequence.launched for sequence in claims.order], self._decoding_us(decoding, costs)
 
             def step_us(extra: int) -> float:
                 pairs = sum(map(_query_key_pairs, starts, claims.shares(extra)))
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
-            fitting = bisect_right(range(PROMPT_ROWS_MIN, rows + 1), self._gap_us, key=step_us)
-            rows = PROMPT_ROWS_MIN + max(0, fitting - 1)
-            self.planned_us = step_us(rows)
+            fitting = bisect_right(range(min_rows, rows + 1), gap_us, key=step_us)
+            rows = min_rows + max(0, fitting - 1)
+            self.planned_us = step_us(rows) if costs is self._config.costs else 0.0
         return dict(zip(claims.order, claims.shares(rows), strict=True))
 
     @property

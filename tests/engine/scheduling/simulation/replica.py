@@ -72,10 +72,12 @@ class SimulatedFlight:
 
 @dataclass(slots=True)
 class RuleMatcher:
-    """A GrammarMatcher by a rule of the stamps: a token that was sampled by another mask than its own shows."""
+    """A GrammarMatcher by a rule of the stamps: a token that was sampled by another mask than its own shows. A mask
+    costs what `cost_us` says of the number of tokens before it."""
 
     rule: Rule
     vocabulary: int
+    cost_us: Callable[[int], float] = lambda written: 0.0
     written: list[int] = field(default_factory=list)
     finished: bool = False
     mask_us: float = 0.0
@@ -95,6 +97,7 @@ class RuleCompilation:
     vocabulary: int
     done_s: float
     clock: Callable[[], float]
+    cost_us: Callable[[int], float]
 
     @property
     def done(self) -> bool:
@@ -104,7 +107,7 @@ class RuleCompilation:
         assert self.done
         if self.rule is None:
             raise SubmitRejected(RejectReason.GRAMMAR, "told to")
-        return RuleMatcher(self.rule, self.vocabulary)
+        return RuleMatcher(self.rule, self.vocabulary, self.cost_us)
 
 
 def masks_of(matchers: Items[GrammarMatcher | None]) -> Int32s:
@@ -113,6 +116,7 @@ def masks_of(matchers: Items[GrammarMatcher | None]) -> Int32s:
     allowed_MV = np.ones((len(matchers), -(-width // 32) * 32), np.uint8)
     for row, matcher in enumerate(matchers):
         if isinstance(matcher, RuleMatcher):
+            matcher.mask_us = matcher.cost_us(len(matcher.written))
             allowed_MV[row, : matcher.vocabulary] = matcher.rule.allowed(matcher.written, matcher.vocabulary)
     return np.packbits(allowed_MV, axis=1, bitorder="little").view(np.int32)
 
@@ -154,11 +158,12 @@ class Simulation:
         self.sequences = sequences
         self.misfortune: Callable[[], Fault] = Fault
         self.meanwhile: Callable[[], None] = lambda: None
+        self.masking: Callable[[float], None] = lambda took_us: None  # hears what a step's masks took
         prompt_tokens = prompt_step_tokens or step_tokens
         self.config = SchedulerConfig(step_tokens, prompt_tokens, sequences, waiting, gap_ms, costs)
         self.seconds = 0.0
         self.scheduler = Scheduler(KVManager(self.tree, self.account), self.config, lambda: self.seconds)
-        self.loop = StepLoop(self, self.scheduler, self.stamps, lambda step, found: self.sample(step, masks_of(found)))
+        self.loop = StepLoop(self, self.scheduler, self.stamps, self._mask)
         self.door = RequestValidator(
             self.stamps.revision,
             self.stamps.layout.name,
@@ -197,6 +202,7 @@ class Simulation:
         rule: Rule | None = None,
         compiles: bool = True,
         compiling_s: float = 0.0,
+        mask_us: Callable[[int], float] = lambda written: 0.0,
     ) -> list[Heard]:
         """Raises Refused, with nothing changed. A rule is its grammar, which takes so long, and may not compile."""
         submit = Submit(
@@ -213,7 +219,8 @@ class Simulation:
         sequences = self.door.sequences(submit, owner, self.seconds)
         if rule is not None:
             done_s, vocabulary = self.seconds + compiling_s, self.door.vocabulary
-            compilation = RuleCompilation(rule if compiles else None, vocabulary, done_s, lambda: self.seconds)
+            own = rule if compiles else None
+            compilation = RuleCompilation(own, vocabulary, done_s, lambda: self.seconds, mask_us)
             for sequence in sequences:
                 sequence.compilation = compilation
                 self._rules[sequence] = rule
@@ -240,6 +247,11 @@ class Simulation:
     def compiling(self) -> bool:
         """Whether something waits for its grammar."""
         return bool(self.scheduler.intake.waiting._compiling)
+
+    def _mask(self, flight: InflightStep, matchers: list[GrammarMatcher | None]) -> None:
+        masks_MW = masks_of(matchers)
+        self.masking(sum(matcher.mask_us for matcher in matchers if matcher is not None))
+        self.sample(flight, masks_MW)
 
     def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
         """Masks come when nothing else is in the air, and may find too little memory too."""
@@ -342,6 +354,7 @@ class Simulation:
         self._assert_scopes_disjoint(plan)
         self._assert_caps_kept(plan)
         self._assert_live_first(plan)
+        self.moves["bounded_rows"] += sum(sequence.row_turn > 0 for sequence in plan.sequences)
         self._assert_flights_apart()
         self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
         self.stamps.glitch, self._lost = glitch, set()
@@ -607,6 +620,7 @@ class Chaos:
             stop_ids=[0] if pick.random() < 0.3 else [],
             share=pick.choice([None, None, CacheShare(floor=2, cap=5), CacheShare(cap=0)]),
             costs=pick.choice([None, GROUPING]),
+            gap_ms=pick.choice([0.0, 0.0, 1e-3]),
             public=public if 0 < len(public[0]) <= least // 2 * block_tokens and pick.random() < 0.4 else [],
             extent_blocks=extent_blocks,
             least=least,
@@ -712,6 +726,7 @@ class Chaos:
                 rule=Rule(pick.randint(1, 14)) if pick.random() < self.ruled else None,
                 compiles=pick.random() < 0.95,
                 compiling_s=pick.choice([0, 0, 1, 5, 30]),
+                mask_us=pick.choice([lambda written: 0.0, lambda written: 1e6, lambda written: 3e5 * written]),
             )
         except SubmitRejected:
             self.refused += 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling import intake, scheduler, validation, waiting
+from engine.scheduling import intake, scheduler, token_budget, validation, waiting
 from tests.engine.scheduling.simulation import replica as simulated
 from tests.engine.scheduling.simulation.replica import Chaos
 
@@ -51,6 +51,7 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
         "kept_blocks",
         "grown_extents",
         "shrunk_extents",
+        "bounded_rows",
     ):
         assert seen[what] > 10, f"{what}: {seen[what]}"
 
@@ -268,6 +269,7 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
         (simulated, "Scheduler"),
         (simulated, "RequestValidator"),
         (scheduler, "TokenBudget"),
+        (token_budget, "StepTime"),
         (scheduler, "PrefixGroups"),
         (simulated, "KVManager"),
         (scheduler, "PrefillAdmission"),
