@@ -48,6 +48,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     header_bytes_max: Annotated[int, _doc("largest request head; above it 431", ge=1024)] = 16 << 10
     header_s: Annotated[float, _doc("a request head must be complete within this time", gt=0)] = 10.0
     body_bytes_max: Annotated[int, _doc("largest request body; above it 413", ge=1024)] = 10_000_000
+    account_bytes: Annotated[
+        int, _doc("bytes of bodies that an account may send in a second to this gateway; above it 429", ge=1024)
+    ] = 16_000_000
     body_s: Annotated[float, _doc("a request body must be complete within this time", gt=0)] = 30.0
     connections: Annotated[int, _doc("open connections at once; above it 503", ge=1)] = 16384
     requests: Annotated[int, _doc("inference requests in progress at once; above it 429", ge=1)] = 12288

@@ -45,6 +45,7 @@ def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None 
         metrics=metrics,
         tracer=tracer or open_tracer(config.telemetry),
         clock=time.monotonic,
+        account_bytes=tenancy.account_bytes,
     )
     keep_s, threads = int(config.server.batch_keep_s), context.account_locks
     batches = BatchApi(store.batches, BatchEncryption(secret), keep_s, tenancy.clock, threads)

@@ -334,7 +334,7 @@ BOUNDS: Final = {
     "forwarders": 10,
     "openings": 0,
     "sleeps": 127,
-    "settings": 106,
+    "settings": 107,
     "dependencies": 25,
     "extras": 24,
     "test_ms": 1900,

@@ -3,6 +3,7 @@
 It does not know JSON fields, stores, replicas or how batches are kept.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,11 +23,12 @@ from gateway.api.dialect import (
     options_in_body,
 )
 from gateway.catalogue.catalogue import Catalogue, Model
+from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.inference.cache_scope import zero_retention_of
 from gateway.inference.context import InferenceContext
 from gateway.inference.embed import EmbeddingWork
-from gateway.inference.lifecycle import InferenceCall, Work
+from gateway.inference.lifecycle import InferenceCall, Work, count_refused
 from gateway.inference.pipeline import TextGeneration, TokenCount
 from gateway.inference.replay import RecordedAnswer, ReplayCache, ReplayedAnswer
 from gateway.inference.run_options import RunOptionsBody, refuse_options, run_options
@@ -62,7 +64,7 @@ class InferenceEndpoint:
         if zero_retention and key is not None:
             raise errors.bad_input("the header 'Idempotency-Key' asks to keep what may not be kept; leave it out")
         try:
-            body = await exchange.body(self.context.limits.body_bytes_max)
+            body = await exchange.body(self.context.limits.body_bytes_max, partial(self._take_bytes, request))
             read = partial(dialect, body, exchange.query, model_name, draw_seed())
             asked = await self.context.account_locks.parse(request.caller.account.id, len(body), read)
             model = self._find(request, asked)
@@ -75,9 +77,22 @@ class InferenceEndpoint:
         except StoreUnavailable as problem:
             self.context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
+        except ApiError as refusal:
+            if exchange.counted or refusal.status == 401 or refusal.status >= 429:  # 429 and 503 are no fault of it
+                raise
+            raise await count_refused(self.context, exchange, request.caller, refusal) from None
         finally:
             if zero_retention:
                 self.scrubber.mark_dirty()
+
+    def _take_bytes(self, request: OpenRequest, size_bytes: int) -> None:
+        """Raises ApiError where the account sends more bytes than it may."""
+        account = request.caller.account
+        if wait_s := self.context.account_bytes.take(account.id, size_bytes):
+            self.context.metrics.account_usage.refused(account.id, account.plan.name, "bytes_per_second")
+            allowed, retry_after_s = self.context.limits.account_bytes, math.ceil(wait_s)
+            message = f"account {account.name} may send {allowed:,} bytes per second; wait {retry_after_s} s"
+            raise errors.too_many_requests(message, retry_after_s)
 
     def _find(self, request: OpenRequest, asked: AnyRequest) -> Model:
         """The model that the request asks. Raises ApiError where the caller may not have it do this."""

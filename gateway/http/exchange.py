@@ -67,6 +67,7 @@ class Exchange:
         self.extra_headers: list[Header] = []  # sent with every answer
         self.status: int | None = None
         self.body_bytes = 0  # once it was read
+        self.counted = False  # whether a limit of requests has counted it
         self._abort_transport: Callable[[], None] | None = scope.get("hearth.abort")
         self._receive = receive
         self._send = send
@@ -83,11 +84,14 @@ class Exchange:
         self._refusal: ApiError | None = None
         self._fail: Callable[[ApiError, str], bytes] | None = None
 
-    async def body(self, limit_bytes: int) -> bytes:
-        """Reads the whole body. Raises ApiError if it is too large or too slow, ClientDisconnected if it ends early."""
-        announced = self.headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > limit_bytes:
+    async def body(self, limit_bytes: int, take: Callable[[int], None] = lambda size_bytes: None) -> bytes:
+        """Reads the whole body. `take` gets how many bytes come, all that are announced before any is read; what it
+        raises ends the reading. Raises ApiError if it is too large or too slow, ClientDisconnected if it ends early."""
+        length = self.headers.get(b"content-length", b"0")
+        announced = int(length) if length.isdigit() else 0
+        if announced > limit_bytes:
             raise errors.body_too_large(limit_bytes)
+        take(announced)
         pieces: list[bytes] = []
         left = limit_bytes
         try:
@@ -100,6 +104,8 @@ class Exchange:
                     left -= len(piece)
                     if left < 0:
                         raise errors.body_too_large(limit_bytes)
+                    if not announced:
+                        take(len(piece))
                     pieces.append(piece)
                     if not message.get("more_body", False):
                         self._body_read_at = self._clock()

@@ -11,6 +11,7 @@ from gateway.observability.metrics import Metrics
 from gateway.observability.store_health import StoreHealth
 from gateway.observability.tracing import RequestTracer
 from gateway.text.encoding_cache import EncodingCache
+from tenants.limits.local_rate import LocalRate
 from tenants.limits.quota import Quota
 from tenants.limits.soft_caps import SoftCaps
 
@@ -28,5 +29,6 @@ class InferenceContext:
     metrics: Metrics
     tracer: RequestTracer
     clock: Callable[[], float]  # monotonic seconds
+    account_bytes: LocalRate  # of the bodies that an account sends
     account_locks: AccountLocks = field(default_factory=AccountLocks)
     encodings: EncodingCache = field(default_factory=EncodingCache)

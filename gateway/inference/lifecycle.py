@@ -128,7 +128,7 @@ class InferenceCall:
         try:
             self.reservation = await context.quota.reserve(caller, self.exchange.request_id, demand)
         except QuotaExceeded as exceeded:
-            raise self._refuse(exceeded) from None
+            raise _limit_error(context, self.exchange, self.caller, exceeded) from None
         except StoreUnavailable as problem:
             context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
@@ -138,6 +138,7 @@ class InferenceCall:
             raise errors.suspended() from None
         context.store_health.mark_up()
         self.demand, self.caller = demand, caller  # a change that came meanwhile is checked again
+        self.exchange.counted = True
         self.exchange.extra_headers = rate_limit_headers.headers(self.reservation.limits_left)
         return self.reservation
 
@@ -168,15 +169,7 @@ class InferenceCall:
         try:
             self.context.quota.check_limits(caller, demand, overdrawn)
         except QuotaExceeded as exceeded:
-            raise self._refuse(exceeded) from None
-
-    def _refuse(self, exceeded: QuotaExceeded) -> ApiError:
-        account = self.caller.account
-        self.exchange.extra_headers = rate_limit_headers.headers([exceeded.status])
-        self.context.soft_caps.check(account, [exceeded.status])
-        self.context.metrics.account_usage.refused(account.id, account.plan.name, exceeded.limit)
-        refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
-        return refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting)
+            raise _limit_error(self.context, self.exchange, self.caller, exceeded) from None
 
     def spent(self) -> CallUsage:
         """What the call has used so far."""
@@ -288,3 +281,25 @@ class InferenceCall:
             "total_ms": round(spent.total_ms, 3),
         }
         log.info("request_ended", extra={"fields": fields})
+
+
+async def count_refused(context: InferenceContext, exchange: Exchange, caller: Caller, refusal: ApiError) -> ApiError:
+    """Counts a call that is refused before it is reserved as a request of its account's minute. Returns the refusal, or
+    that of the limit where it has no room."""
+    try:
+        await context.quota.count_refused(caller)
+    except QuotaExceeded as exceeded:
+        return _limit_error(context, exchange, caller, exceeded)
+    except StoreUnavailable as problem:
+        context.store_health.mark_down(problem)
+    return refusal
+
+
+def _limit_error(context: InferenceContext, exchange: Exchange, caller: Caller, exceeded: QuotaExceeded) -> ApiError:
+    """The refusal of what a limit has no room for, which is counted and told of in the headers."""
+    account = caller.account
+    exchange.extra_headers = rate_limit_headers.headers([exceeded.status])
+    context.soft_caps.check(account, [exceeded.status])
+    context.metrics.account_usage.refused(account.id, account.plan.name, exceeded.limit)
+    refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
+    return refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting)

@@ -27,7 +27,7 @@ from tenants.limits.denials import denial_error
 from tenants.limits.outbox import Outbox
 from tenants.limits.reservation import CallUsage, Overdrawn, QuotaRequest, Reservation
 from tenants.records.accounts import Account
-from tenants.records.holds import BUDGETS, Cap, Denied, Hold, window_us_left
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold, window_us_left
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
 from tenants.store.protocol import Clock, QuotaStore, StoreUnavailable
@@ -119,6 +119,15 @@ class Quota:
         left = limits_status(caps, decision.remaining, started_us)
         granted = Reservation(charged, demand.price, decision.held, output_tokens, left)
         return self._open.setdefault(granted.key, _OpenReservation(granted, CallUsage(), self._clock())).reservation
+
+    async def count_refused(self, caller: Caller) -> None:
+        """Counts a request that was refused before it was reserved, for the account's and the token's requests per
+        minute. Raises QuotaExceeded where there is no room, and StoreUnavailable."""
+        subjects = limited_subjects(caller.limits, caller.token_id, caller.token_limits, "")
+        caps = [cap for cap in caps_of(subjects, RequestSize()) if cap.measure is DenialReason.REQUESTS_PER_MINUTE]
+        denied = await self._store.count(caller.account.id, caps) if caps else None
+        if denied is not None:
+            raise denial_error(denied, caller, caps)
 
     async def limits_left(
         self, account: Account, token_id: str = "", token: Limits = NO_LIMITS

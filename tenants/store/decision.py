@@ -3,7 +3,7 @@
 The Lua of redis/scripts.py takes the same steps in the same order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Granted, Hold, window_us_left
@@ -35,6 +35,11 @@ def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted
             granted = min(granted, remaining(cap, used[cap.subject], now_us))
     after = tuple(remaining(cap, used[cap.subject], now_us) - _taken(cap, granted) for cap in hold.caps)
     return Granted(day_of(now_us), granted, after)
+
+
+def first_denial(caps: Sequence[Cap], used: Mapping[str, SubjectUsage], now_us: int) -> Denied | None:
+    """Compares what is counted without a hold; adds nothing."""
+    return next((denied for cap in caps if (denied := _refused(cap, used[cap.subject], now_us)) is not None), None)
 
 
 def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:

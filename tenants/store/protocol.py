@@ -84,6 +84,9 @@ class QuotaStore(Protocol):
         granted again and counted once; one whose hold expired may ask anew, and what it uses replaces that charge.
         """
 
+    async def count(self, account_id: str, caps: Sequence[Cap]) -> Denied | None:
+        """Counts a request that holds nothing for all of these caps, of requests per minute alone, or for none."""
+
     async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
         """What each cap has left now, as in Granted; negative where more was used than it allows. Counts nothing."""
 

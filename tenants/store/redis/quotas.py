@@ -38,8 +38,12 @@ class RedisQuotaStore:
             return Granted(day, held, tuple(after))
         if code == scripts.DENIAL_CODES[DenialReason.NO_ACCOUNT]:
             await self._database.require_data()
-        *numbers, subject = answer or (b"",)
-        return structs.replace(Denied(scripts.DENIAL_REASONS[code - 1], *numbers), subject=subject.decode())
+        return _denied(code, answer)
+
+    async def count(self, account_id: str, caps: Sequence[Cap]) -> Denied | None:
+        arguments = (account_key(account_id), self._database.now_us(), _pack(caps))
+        code, *answer = await self._database.run_script_once(scripts.COUNT, *arguments)
+        return _denied(code, answer) if code else None
 
     async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
         arguments = (account_key(account_id), self._database.now_us(), _pack(caps))
@@ -158,6 +162,12 @@ def _rows(sums: Mapping[tuple[str, int], Mapping[bytes, bytes]], by: Collection[
         of_day: list[Any] = [(day, *key[:2], *counts[key], key[2]) for key in sorted(counts)]
         rows.setdefault(account_id, []).extend(UsageRow(*columns) for columns in of_day)
     return rows
+
+
+def _denied(code: int, answer: Sequence[Any]) -> Denied:
+    """The denial that a script answered."""
+    *numbers, subject = answer or (b"",)
+    return structs.replace(Denied(scripts.DENIAL_REASONS[code - 1], *numbers), subject=subject.decode())
 
 
 def _account_key(record: UsageRecord) -> str:

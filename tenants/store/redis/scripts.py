@@ -286,6 +286,21 @@ end
 return answer
 """
 
+# ARGV: now, then the caps, of requests per minute alone.
+COUNT: Final = f"""{_MEASURE}
+local caps = read_caps(ARGV[2])
+local codes = {{{_LUA_CODES}}}
+for _, cap in ipairs(caps) do
+    local room = left(cap)
+    if cap.cost > room then return {{codes[cap.measure], cap.cost - room, cap.allowed, 0, cap.subject}} end
+end
+for _, cap in ipairs(caps) do
+    redis.call('HSET', gauge(cap.subject), 'requests_us', math.max(used(cap.subject).requests_us, now) + cap.cost)
+    if cap.subject ~= '' then redis.call('EXPIRE', gauge(cap.subject), {GAUGE_S}) end
+end
+return {{0}}
+"""
+
 # ARGV: now, then the caps.
 REMAINING: Final = f"""{_MEASURE}
 local rests = {{}}

@@ -12,7 +12,7 @@ from msgspec import structs
 from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.limits import lasts_us
 from tenants.records.usage import EXPIRED, Balance, Totals, UsageRecord, UsageRow, day_of, first_of_month
-from tenants.store.decision import SubjectUsage, decide, remaining
+from tenants.store.decision import SubjectUsage, decide, first_denial, remaining
 from tenants.store.protocol import RETENTION_DAYS, USAGE_COLUMNS
 from tenants.store.sqlite.file import SqliteFile
 from tenants.store.sqlite.schema import NEVER_US
@@ -43,6 +43,9 @@ _SET_SWEEP: Final = "UPDATE accounts SET sweep_us = ? WHERE id = ?"
 _ADD_TO_GAUGE: Final = """
 INSERT INTO gauges VALUES (?, ?, ?, ?, 0, ?, 1) ON CONFLICT DO UPDATE SET requests_us = excluded.requests_us,
     input_us = excluded.input_us, output_held = output_held + excluded.output_held, open = open + 1
+"""
+_COUNT_REQUEST: Final = """
+INSERT INTO gauges VALUES (?, ?, ?, 0, 0, 0, 0) ON CONFLICT DO UPDATE SET requests_us = excluded.requests_us
 """
 _TAKE_FROM_GAUGE: Final = """
 UPDATE gauges SET open = open - 1, output_held = output_held - ?, output_us = max(output_us, ?) + ?
@@ -138,6 +141,17 @@ class SqliteQuotaStore:
                     self._run(_SET_SWEEP, (expires_us, account_id))
                 self._hold(hold, decision, used, now_us)
         return decision
+
+    async def count(self, account_id: str, caps: Sequence[Cap]) -> Denied | None:
+        now_us = self._file.now_us()
+        with self._file.transaction():
+            used = self._usage(account_id, {cap.subject for cap in caps}, caps, now_us)
+            if (denied := first_denial(caps, used, now_us)) is not None:
+                return denied
+            for cap in caps:
+                requests_us = max(used[cap.subject].requests_us, now_us) + cap.cost_us
+                self._run(_COUNT_REQUEST, (account_id, cap.subject, requests_us))
+        return None
 
     async def remaining(self, account_id: str, caps: Sequence[Cap]) -> Sequence[int]:
         now_us = self._file.now_us()

@@ -130,7 +130,7 @@ async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
 
 @looped
 async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
-    async with talking(AsyncAnthropic, tmp_path, limits=Limits(requests_per_minute=1, burst=1)) as (gateway, client):
+    async with talking(AsyncAnthropic, tmp_path, limits=Limits(requests_per_minute=3, burst=3)) as (gateway, client):
         with pytest.raises(anthropic.BadRequestError, match="'temperature'"):
             await client.messages.create(**ASKED, extra_body={"temperature": 1.5})
         thinking: Any = {"type": "enabled", "budget_tokens": 1024}

@@ -117,7 +117,7 @@ async def test_log_probabilities_are_those_of_the_text(tmp_path: Path) -> None:
 
 @looped
 async def test_refusals_raise_the_classes_of_the_sdk(tmp_path: Path) -> None:
-    async with talking(AsyncOpenAI, tmp_path, limits=Limits(requests_per_minute=1, burst=1)) as (gateway, client):
+    async with talking(AsyncOpenAI, tmp_path, limits=Limits(requests_per_minute=2, burst=2)) as (gateway, client):
         with pytest.raises(openai.BadRequestError) as bad:
             await client.responses.create(model=MODEL, input="hello", previous_response_id="resp_1")
         assert (bad.value.param, bad.value.code) == ("previous_response_id", "invalid_request")

@@ -153,6 +153,24 @@ async def test_the_rate_lets_a_burst_through_and_then_one_per_interval(store: St
     assert isinstance(await store.quotas.reserve(hold("c", clock.day)), Denied)
 
 
+async def test_a_request_that_holds_nothing_counts_for_all_of_its_rates_or_for_none(store: Store, clock: Any) -> None:
+    await open_account(store, requests_per_minute=30, burst=3)
+    (account_cap,) = (cap for cap in hold("x", clock.day).caps if cap.measure is DenialReason.REQUESTS_PER_MINUTE)
+    token_cap = structs.replace(account_cap, subject="token:key", room_us=2 * account_cap.cost_us)
+    both = [account_cap, token_cap]
+    assert [await store.quotas.count(ANN, both) for _ in range(2)] == [None, None]
+    assert await store.quotas.count(ANN, both) == Denied(
+        DenialReason.REQUESTS_PER_MINUTE, 2 * MICRO, 30, subject="token:key"
+    )
+    assert await store.quotas.remaining(ANN, both) == [account_cap.cost_us, 0], "the refused one took nothing"
+    assert plain(await store.quotas.reserve(hold("a", clock.day))) == Granted(clock.day)
+    assert await store.quotas.count(ANN, [account_cap]) == Denied(DenialReason.REQUESTS_PER_MINUTE, 2 * MICRO, 30)
+    clock.now_s += 2
+    assert await store.quotas.count(ANN, [account_cap]) is None
+    await store.quotas.settle([record("a", clock.day)])
+    assert await balanced(store, clock.day) == await store.quotas.totals(ANN, clock.day), "nothing else has changed"
+
+
 async def test_a_minute_of_asking_all_the_time_grants_burst_and_rate(store: Store, clock: Any) -> None:
     await open_account(store, requests_per_minute=7, burst=2)
     granted = 0
@@ -584,6 +602,7 @@ async def test_every_method_says_store_unavailable_during_an_outage(store: Store
         lambda: store.accounts.add_token(ApiToken("k", ANN, "n", 1), TokenDigest(b"", 1)),
         lambda: store.accounts.revoke("key", 1),
         lambda: store.quotas.reserve(hold("a", clock.day)),
+        lambda: store.quotas.count(ANN, hold("a", clock.day).caps),
         lambda: store.quotas.checkpoint([record("a", clock.day)], LIFE_US),
         lambda: store.quotas.settle([record("a", clock.day)]),
     ]
