@@ -21,12 +21,14 @@ from tenants.records.accounts import DEFAULT_PLAN, Account, AuditEntry, Plan, Se
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import UsageRecord
-from tenants.store.protocol import RETENTION_DAYS, Store
+from tenants.store.protocol import RETENTION_DAYS, Store, StoreUnavailable
 
 FORMAT: Final = 1
 LINE_BYTES_MAX: Final = 1 << 20
 COMPARED_AT_ONCE: Final = 500  # usage records
 SETTLED_AT_ONCE: Final = 50  # so that a call that wants to write meanwhile waits for some milliseconds
+SETTLE_TRIES: Final = 5
+SETTLE_AGAIN_S: Final = 0.05
 SETTLE_PAUSE_S: Final = 0.004  # in which such a call gets its turn
 
 ExportProgress = Callable[[int], object]  # so many bytes more are done
@@ -338,8 +340,17 @@ class _Merger:
         self.imported.records += len(added)
         if self._write:
             for start in range(0, len(added), SETTLED_AT_ONCE):
-                await self._store.quotas.settle(added[start : start + SETTLED_AT_ONCE])
+                await self._settle(added[start : start + SETTLED_AT_ONCE])
                 await asyncio.sleep(SETTLE_PAUSE_S)
+
+    async def _settle(self, records: list[UsageRecord]) -> None:
+        """Tries again for a moment: of thousands of answers one may be late."""
+        for _ in range(SETTLE_TRIES - 1):
+            try:
+                return await self._store.quotas.settle(records)
+            except StoreUnavailable:
+                await asyncio.sleep(SETTLE_AGAIN_S)
+        await self._store.quotas.settle(records)
 
     async def _merge_entries(self, entries: list[AuditEntry]) -> None:
         """Merges one account's entries with the stored chain: one is the beginning of the other."""

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tenants.ledger [--records 1000000]
 
-One account has the records, of three days, two tokens, three models and some tags. Usage is asked for as the API does by
-default, and by day alone. Then another process imports 30,000 records of another account with two more subjects each,
-and this one reserves and settles a request every few milliseconds: its longest wait is the figure, and the
+One account has the records, of three days, two tokens, three models and some tags. Usage is asked for as the API does
+by default, and by day alone. Then another process imports 30,000 records of another account with two more subjects
+each, and this one reserves and settles a request every few milliseconds: its longest wait is the figure, and the
 longest that is allowed is the bound. On SQLite and on a real Redis.
 """
 
@@ -25,7 +25,7 @@ from tenants.records.accounts import Account
 from tenants.records.holds import Granted, Hold
 from tenants.records.limits import Limits
 from tenants.records.usage import MICRO, UsageRecord
-from tenants.store.protocol import Store
+from tenants.store.protocol import Store, StoreUnavailable
 from tests.support.redis_server import DURABLE, RedisServer
 
 SECRET: Final = b"a benchmark's secret of 32 bytes"
@@ -57,7 +57,11 @@ async def fill(store: Store, account_id: str, count: int, subjects: str = "") ->
     await store.accounts.add(Account(account_id, "bench", Limits(), 1))
     for first in range(0, count, AT_ONCE):
         numbers = range(first, min(count, first + AT_ONCE))
-        await store.quotas.settle([usage_record(account_id, number, subjects) for number in numbers])
+        records = [usage_record(account_id, number, subjects) for number in numbers]
+        while True:
+            with contextlib.suppress(StoreUnavailable):  # while Redis grows, an answer may be late
+                await store.quotas.settle(records)
+                break
 
 
 async def write_export(path: Path) -> None:

@@ -118,7 +118,8 @@ class EncodingCache:
         """Frees, for ever, what is found no more, some accounts at a time."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            names = list(self._accounts)
+            with self._lock:
+                names = list(self._accounts)
             for first in range(0, len(names), _SWEPT_AT_ONCE):
                 self.sweep(names[first : first + _SWEPT_AT_ONCE])
                 await asyncio.sleep(0)

@@ -83,7 +83,7 @@ def first_of_next_month(day: int) -> int:
     return first_of_month(first_of_month(day) + 31)
 
 
-class UsageRow(msgspec.Struct, frozen=True):
+class UsageRow(msgspec.Struct, frozen=True, gc=False):
     """Sums over one account's day, one of its tokens, one model and one set of tags, a line each; "" for what was not
     told apart."""
 

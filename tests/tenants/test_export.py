@@ -222,6 +222,23 @@ async def test_an_import_settles_few_records_at_a_time_with_pauses_for_others(
     assert all(step == 0 for step in steps[1::2]), "a pause behind each"
 
 
+async def test_an_import_goes_on_behind_an_answer_that_was_late(town: Town, target: Store) -> None:
+    content, late = await exported(town.store), 3
+    settle = target.quotas.settle
+
+    async def sometimes(records: Any) -> None:
+        nonlocal late
+        await settle(records)  # the store acts, and its answer is lost
+        if late:
+            late -= 1
+            raise StoreUnavailable("late", unsure=True)
+
+    cast(Any, target.quotas).settle = sometimes
+    assert (await imported(content, target)).records == 8
+    assert late == 0
+    assert await without_header(target) == content.splitlines()[1:-1]
+
+
 WRITES = ("add", "add_token", "update_token", "put_plan", "settle", "append")
 
 
