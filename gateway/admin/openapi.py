@@ -82,7 +82,8 @@ _HEADERS: Final[dict[str, Json]] = {
     "Idempotency-Key": {
         "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
         "description": "One effect and one answer for all requests of this key and body within 24 hours. A call of a "
-        "model is charged once; where its answer comes again it has the header idempotent-replayed.",
+        "model is charged once; where its answer comes again, which is one request for the limits, it has the header "
+        "idempotent-replayed.",
     },
     "x-session-affinity": {
         "schema": {"type": "string", "maxLength": SESSION_BYTES_MAX},

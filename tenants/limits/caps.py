@@ -21,11 +21,6 @@ class RequestSize(NamedTuple):
     output_tokens: int = 0
 
 
-def unattainable(cap: Cap) -> bool:
-    """Whether the request takes more of the cap than there ever is, however long it waits."""
-    return cap.min_amount > cap.allowed if cap.measure in BUDGETS else cap.cost_us > cap.room_us
-
-
 class LimitStatus(NamedTuple):
     """The rest of a cap, in the unit of its limit, and in how many seconds it is whole again."""
 
@@ -68,6 +63,11 @@ def _caps(subject: str, limits: Limits, size: RequestSize) -> Iterator[Cap]:
             yield Cap(subject, measure, tokens, allowed, cost_us=lasts_us(tokens, allowed), room_us=MINUTE_US)
     if limits.concurrent_requests is not None:
         yield Cap(subject, DenialReason.CONCURRENT_REQUESTS, 1, limits.concurrent_requests)
+
+
+def unattainable(cap: Cap) -> bool:
+    """Whether the request takes more of the cap than there ever is, however long it waits."""
+    return cap.min_amount > cap.allowed if cap.measure in BUDGETS else cap.cost_us > cap.room_us
 
 
 def limit_status(cap: Cap, left: int, now_us: int) -> LimitStatus:

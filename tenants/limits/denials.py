@@ -75,6 +75,9 @@ def _explained(refused: Denied, cap: Cap, subject: str, retry_after_s: int) -> s
 def _over_budget(refused: Denied, cap: Cap, subject: str) -> str:
     needed, used, allowed = cap.min_amount / MICRO, refused.used / MICRO, refused.allowed / MICRO
     day = refused.reason is DenialReason.NEURONS_PER_DAY
+    if not allowed:
+        window = "day" if day else "month"
+        return f"{subject} has 0 neurons for a whole {window}: ask its administrator or the operator for a higher limit"
     if needed > allowed:
         return (
             f"this request may need {needed:,.1f} neurons, and {subject} has {allowed:,.1f} for a whole "

@@ -191,7 +191,7 @@ async def test_each_dialect_says_the_error_in_its_own_form(
         end = await rest(client)
         for each in ends:
             assert each in end, end
-        assert "neurons" in end
+        assert "account test has 0 neurons for a whole day" in end
 
 
 @looped

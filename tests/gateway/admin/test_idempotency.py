@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from tenants.auth.api_token import parse_token
+from tenants.records.grants import Grant
 from tenants.store.protocol import StoreUnavailable
 from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
@@ -51,6 +53,20 @@ async def test_a_key_is_one_request_of_one_account(tmp_path: Path, store_url: st
         assert len({first.content, *(one.content for one in without)}) == 3
         for key in ("", "k" * 256, "a b"):
             assert (await house.ask("POST", path, body, **{"Idempotency-Key": key or " "})).status == 400, key
+
+
+@looped
+async def test_an_answer_is_told_again_only_to_who_may_still_ask(tmp_path: Path) -> None:
+    async with served_admin(tmp_path) as house:
+        path, body, administrator = f"{house.account}/tokens", {"name": "n", "policies": POLICIES}, await house.token()
+        first = await house.ask("POST", path, body, administrator, idempotency_key="k")
+        again = await house.ask("POST", path, body, administrator, idempotency_key="k")
+        assert (again.status, again.content) == (200, first.content)
+        await house.gateway.accounts.update_token(parse_token(administrator), "narrowed", None, Grant())
+        house.gateway.see_changes()
+        refused = await house.ask("POST", path, body, administrator, idempotency_key="k")
+        assert (refused.status, refused.code) == (403, 9109)
+        assert first.json["result"]["value"].encode() not in refused.content
 
 
 @looped
