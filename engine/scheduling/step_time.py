@@ -27,7 +27,8 @@ _FEW_ROWS: Final = 8  # take hardly longer than one
 
 
 class StepTime:
-    """
+    """The time of steps as it was learned, and who has how much of the next one.
+
     costs   how long steps take, as learned: where that is to bound prompts, which it is where no costs were measured
             and several accounts run.
     """
