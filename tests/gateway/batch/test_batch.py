@@ -17,7 +17,7 @@ from engine.protocol.types import RejectReason, Residency
 from gateway.batch import worker
 from gateway.config import ModelEntryConfig, PriceConfig
 from tenants.records.accounts import Settings
-from tenants.records.batches import BATCH_ITEMS_MAX, OPEN_BATCHES_MAX, BatchStatus
+from tenants.records.batches import BATCH_ITEMS_MAX, ITEM_BYTES_MAX, OPEN_BATCHES_MAX, BatchStatus
 from tenants.records.grants import Grant
 from tenants.records.limits import Limits
 from tests.gateway.test_open_requests import CHANGES, ENDS_WITHIN_S, classed
@@ -186,6 +186,10 @@ async def test_one_wrong_request_fails_alone_where_only_the_model_can_tell(tmp_p
         ({"requests": [{"prompt": "a", "external_reference": 7}]}, "'requests[0].external_reference'"),
         ({"requests": [{"prompt": "a", "options": {"rejectIfBusy": True}}]}, "'requests[0].options'"),
         ({"requests": ["a"]}, "requests[0]"),
+        (
+            {"requests": [{"prompt": "a"}, {"prompt": "a" * ITEM_BYTES_MAX}]},
+            "a request of a batch has at most 1048576 bytes",
+        ),
         ({"requests": [{"prompt": "a"}] * (BATCH_ITEMS_MAX + 1)}, "1 to 10000"),
     ],
 )

@@ -66,6 +66,16 @@ async def test_a_batch_comes_back_as_it_was_kept_and_is_its_accounts_alone(store
     assert await store.batches.results(BOB, batch.id, 0, 10) == []
 
 
+async def test_large_items_are_claimed_all_the_same_if_not_all_at_once(store: Store, clock: Any) -> None:
+    batch, bodies = new_batch(clock), [bytes([n]) * 200_000 for n in range(3)]
+    await store.batches.begin(batch)
+    await store.batches.add_items(ANN, batch.id, 0, bodies)
+    await store.batches.open(ANN, batch.id)
+    first, second = await claimed(store), await claimed(store)
+    assert [item.body for item in first + second] == bodies
+    assert len(first) >= 2
+
+
 async def test_nobody_sees_a_batch_before_all_of_it_is_there(store: Store, clock: Any) -> None:
     batch = new_batch(clock)
     await store.batches.begin(batch)
