@@ -151,6 +151,7 @@ def measured(hearth: Hearth) -> dict[str, Usage]:
 async def run(minutes: float, clients: int, seed: int) -> list[str]:
     with tempfile.TemporaryDirectory(dir="/tmp") as name, serving(Path(name), SETTINGS) as hearth:
         load, until = Load(hearth, seed), time.monotonic() + 60 * minutes
+        (replica,) = hearth.replicas()
         samples: list[dict[str, Usage]] = []
         async with asyncio.TaskGroup() as group:
             for _ in range(clients):
@@ -159,7 +160,11 @@ async def run(minutes: float, clients: int, seed: int) -> list[str]:
             while time.monotonic() < until - SAMPLE_S:
                 await asyncio.sleep(SAMPLE_S)
                 samples.append(measured(hearth))
-                print(f"{len(samples) * SAMPLE_S / 60:.1f} min", samples[-1], json.dumps(load.answers), flush=True)
+                if len(samples) % 6 == 0:
+                    print(f"{len(samples) * SAMPLE_S / 60:.0f} min", samples[-1], json.dumps(load.answers), flush=True)
+        assert hearth.replicas() == [replica], "a replica that was started again has forgotten what it had grown"
+        failed = {answer: count for answer, count in load.answers.items() if " 5" in f" {answer}"}
+        assert not failed, f"answers that are the server's fault: {failed}"
         return report(samples, minutes, sum(load.answers.values()))
 
 

@@ -56,9 +56,9 @@ _TURN_S: Final = 0.005  # the shortest time between two decisions: busy replicas
 _STARTING_S: Final = 0.02  # between two looks at the heartbeat of one that is to serve any moment
 _PUBLISH_S: Final = 0.1  # the shortest time between two MachineStates where no replica came, went or began to
 
-# oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; making one anew
-# takes no longer than can be measured.
-_CPU_ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
+# oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; so does PyTorch's
+# own cache of them, which the second name bounds. Making one anew takes no longer than can be measured.
+_CPU_ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
 
 class HostAgent:
