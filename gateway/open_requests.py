@@ -154,12 +154,15 @@ class OpenRequests:
             exchange.interrupt(errors.draining())
 
     async def end_refused(self) -> None:
-        """Ends, for ever, requests that would be refused by now."""
+        """Ends, for ever, requests that would be refused by now. Between two checks it refers to none of them: what is
+        over is freed at once."""
         while True:
             await asyncio.sleep(CHECK_S)
-            by_credential: defaultdict[str, list[OpenRequest]] = defaultdict(list)
-            for request in self._open.values():
-                if request is not None:
-                    by_credential[credential_of(request.exchange)].append(request)
-            look_up = self._authenticator.look_up
-            await self._checks.end_refused((partial(look_up, key), each) for key, each in by_credential.items())
+            await self._checks.end_refused(self._by_caller())
+
+    def _by_caller(self) -> list[tuple[LookUp, list[OpenRequest]]]:
+        by_credential: defaultdict[str, list[OpenRequest]] = defaultdict(list)
+        for request in self._open.values():
+            if request is not None:
+                by_credential[credential_of(request.exchange)].append(request)
+        return [(partial(self._authenticator.look_up, key), requests) for key, requests in by_credential.items()]

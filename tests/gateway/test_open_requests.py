@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import date
 from pathlib import Path
@@ -313,6 +314,24 @@ async def test_streams_that_share_a_token_cost_one_look_up_a_check(
         assert asked == ["token"], "the same change is looked at once"
         for client in clients:
             client.leave()
+
+
+@looped
+async def test_what_checks_requests_keeps_none_that_is_over(tmp_path: Path) -> None:
+    """A prompt under zero retention stayed in memory until the next request was checked."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(instance) is open_requests.OpenRequest for instance in gc.get_objects())
+
+    async with served(tmp_path) as gateway:
+        client = await started(gateway)
+        await until(alive)
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            await client.reader.readuntil(b"data: ")
+        client.leave()
+        await gateway.settled()
+        await until(lambda: not alive(), ENDS_WITHIN_S)
 
 
 @looped
