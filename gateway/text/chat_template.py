@@ -166,11 +166,11 @@ class ChatTemplate:
 
     def render(self, variables: Mapping[str, Any], seconds: float = RENDER_S_MAX) -> str:
         """The conversation as the model reads it. Raises TemplateError where the template refuses the messages (its
-        `raise_exception`), fails on them, or has not ended after `seconds`."""
-        deadline = time.monotonic() + seconds
+        `raise_exception`), fails on them, or has not ended after `seconds` of processor time."""
+        deadline = time.thread_time() + seconds
 
         def tick() -> str:
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 raise SecurityError(f"not done after {seconds:g} s")
             return ""
 

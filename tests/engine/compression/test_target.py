@@ -149,8 +149,10 @@ def _whole(partial: Path, folder: Path) -> bool:
 
 def test_a_process_that_is_told_to_end_takes_back_what_it_began(folder: Path) -> None:
     code = _ENDED.format(folder=str(folder), target=str(folder.with_name("made")))
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    wait_for(folder.with_name(f"made{PARTIAL_SUFFIX}").exists)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "copying\n" in iter(process.stdout.readline, "")  # it has begun: a folder alone may be another one's
+    assert folder.with_name(f"made{PARTIAL_SUFFIX}").exists()
     process.terminate()
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (143, "hearth: stopped\n")
@@ -160,7 +162,7 @@ def test_a_process_that_is_told_to_end_takes_back_what_it_began(folder: Path) ->
 _ENDED = """
 import sys, time
 from engine.compression import compress
-compress.copy_file = lambda *arguments: time.sleep(60)
+compress.copy_file = lambda *arguments: (print("copying"), sys.stdout.flush(), time.sleep(60))
 sys.argv = ["compress", {folder!r}, {target!r}]
 sys.exit(compress.main())
 """
