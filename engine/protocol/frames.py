@@ -21,7 +21,7 @@ from engine.protocol.types import (
     Scope,
 )
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 FRAME_BYTES_MAX: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
 _ADVICE: Final = "install the same hearth on both sides"

@@ -112,7 +112,7 @@ def test_a_gateway_of_another_protocol_is_refused_by_name_and_others_are_served(
             stranger.sendall(len(body).to_bytes(4, "big") + body)
             wait_for(lambda: host.events("gateway_lost"))
         (lost,) = host.events("gateway_lost")
-        assert "'tomorrow' frame, which protocol 1 does not have: install the same hearth" in lost["reason"]
+        assert "'tomorrow' frame, which protocol 2 does not have: install the same hearth" in lost["reason"]
         assert host.fleet()["a"].residency is Residency.DEVICE
 
 

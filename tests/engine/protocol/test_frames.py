@@ -87,7 +87,7 @@ def hello(protocol: int = PROTOCOL_VERSION) -> list[object]:
     ids=["alike", "more fields", "fewer fields", "other types", "version alone"],
 )
 def test_a_hello_of_another_version_is_refused_by_its_number(fields: list[object]) -> None:
-    with pytest.raises(FrameError, match="protocol 9, and this process speaks protocol 1: install the same hearth"):
+    with pytest.raises(FrameError, match="protocol 9, and this process speaks protocol 2: install the same hearth"):
         list(FrameReader().feed(framed(msgspec.msgpack.encode(fields))))
 
 
@@ -98,7 +98,7 @@ def test_a_hello_of_this_version_with_fields_of_a_later_one_is_read() -> None:
 
 @pytest.mark.parametrize("rest", [[], [1], [{"any": "thing"}, [[]]]])
 def test_a_frame_of_an_unknown_kind_is_refused_by_its_name(rest: list[object]) -> None:
-    with pytest.raises(FrameError, match="'transfer' frame, which protocol 1 does not have: install the same hearth"):
+    with pytest.raises(FrameError, match="'transfer' frame, which protocol 2 does not have: install the same hearth"):
         list(FrameReader().feed(framed(msgspec.msgpack.encode(["transfer", *rest]))))
 
 

@@ -181,9 +181,9 @@ class FrameOfTomorrow(msgspec.Struct, array_like=True, tag="transfer"):
 @pytest.mark.parametrize(
     ("greeting", "problem"),
     [
-        (None, "a Hello of protocol 99, and this process speaks protocol 1: install the same hearth"),
-        (HelloOfTomorrow(), "a Hello of protocol 99, and this process speaks protocol 1: install the same hearth"),
-        (FrameOfTomorrow(), "a 'transfer' frame, which protocol 1 does not have: install the same hearth"),
+        (None, "a Hello of protocol 99, and this process speaks protocol 2: install the same hearth"),
+        (HelloOfTomorrow(), "a Hello of protocol 99, and this process speaks protocol 2: install the same hearth"),
+        (FrameOfTomorrow(), "a 'transfer' frame, which protocol 2 does not have: install the same hearth"),
     ],
     ids=["version", "fields", "kind"],
 )
