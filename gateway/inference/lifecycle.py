@@ -9,6 +9,7 @@ Whatever happens inside, `live` stops the work's streams, settles the reservatio
 import asyncio
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -40,7 +41,7 @@ LONG_BODY_BYTES: Final = 4096  # what a longer body asks for is encoded in a thr
 T = TypeVar("T")
 
 
-class Work:
+class Work(ABC):
     """What a call does at replicas, and what this has cost so far: the only part in which kinds of calls differ.
 
     A kind that runs at no replica overrides `run` alone.
@@ -48,10 +49,10 @@ class Work:
 
     operation = "chat"  # the name of the GenAI conventions, for the span
 
+    @abstractmethod
     async def run(self, call: "InferenceCall") -> None:
         """Does everything from the checked input to the last byte of the answer. Raises ApiError and
         ClientDisconnected."""
-        raise NotImplementedError
 
     def spent(self, began: float) -> CallUsage:
         """Tokens so far, and the time from `began` to the first one; the call adds its outcome and its total time."""
@@ -61,7 +62,7 @@ class Work:
         """Seconds of the first token's time that the gateway took itself; None before the first token."""
         return None
 
-    def cancel(self) -> None:
+    def cancel(self) -> None:  # noqa: B027 a kind without replicas has nothing to stop
         """Stops the replicas that still compute. Idempotent, awaits nothing."""
 
 
