@@ -32,15 +32,20 @@ PIECE_BYTES: Final = 4 << 20
 ALIGNED_BYTES: Final = 64
 METADATA_KEY: Final = "hearth.compressed"
 METADATA_SUM_KEY: Final = "hearth.compressed.xxh3_128"
-HIGH: Final = ".high"
-HIGH_ENDS: Final = ".high_ends"
-BASES: Final = ".bases"
-POSITIONS: Final = ".escape_positions"
-VALUES: Final = ".escape_values"
 
 
 class Bf12MetadataError(ValueError):
     """A file's metadata is not that of a compressed file which this version reads."""
+
+
+class Plane(enum.StrEnum):
+    """A further tensor of a compressed one, by what its name ends in."""
+
+    HIGH = ".high"
+    HIGH_ENDS = ".high_ends"
+    BASES = ".bases"
+    POSITIONS = ".escape_positions"
+    VALUES = ".escape_values"
 
 
 class CompressionLevel(enum.IntEnum):

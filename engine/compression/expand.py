@@ -20,7 +20,7 @@ from typing import Final
 import torch
 import xxhash
 
-from engine.bf12.metadata import HIGH
+from engine.bf12.metadata import Plane
 from engine.compression import checksums
 from engine.compression.program import add_options, device_for, map_ordered, print_json, run_program, threads_for
 from engine.compression.report import ExpansionReport
@@ -120,7 +120,7 @@ def _pieces(files: SourceFiles, file: CompressedFile) -> Iterator[FilePiece]:
         else:
             matrix = read_matrices({name: stored}, lambda: None)[name]
             if matrix.frames is not None:
-                end, last = matrix.frames[-1].stop, stored.bf12[HIGH].last
+                end, last = matrix.frames[-1].stop, stored.bf12[Plane.HIGH].last
                 if any(files.read(file.path, end, last - end)):
                     raise CheckpointError(f"{file.path}: {name} was altered behind its frames: {_RETRY_HINT}")
             yield from matrix.pieces(torch.empty(stored.shape, dtype=torch.bfloat16, device="meta"))

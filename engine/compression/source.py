@@ -17,7 +17,7 @@ from engine.weights.tensor_index import CheckpointError, abbreviate_names
 
 _SUFFIX: Final = ".safetensors"
 _PICKLES: Final = frozenset((".bin", ".pt", ".pth", ".ckpt", ".pkl"))
-_PLANES: Final = (metadata.HIGH, metadata.HIGH_ENDS, metadata.BASES, metadata.POSITIONS, metadata.VALUES)
+_PLANES: Final = tuple(metadata.Plane)
 
 
 @dataclass(frozen=True, slots=True)

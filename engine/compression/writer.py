@@ -18,16 +18,12 @@ from torch import Tensor
 from engine.bf12.layout import words_of
 from engine.bf12.metadata import (
     ALIGNED_BYTES,
-    BASES,
-    HIGH,
-    HIGH_ENDS,
     PIECE_BYTES,
-    POSITIONS,
-    VALUES,
     VERSION,
     Bf12Metadata,
     CompressionLevel,
     OriginalFile,
+    Plane,
     encode_metadata,
     piece_rows,
 )
@@ -103,11 +99,11 @@ class Bf12Writer:
         self._pieces[tensor.name] = sums
         if self._level is CompressionLevel.DISTRIBUTION:
             high = write_at(self._file, high, memoryview(bytes(-high % ALIGNED_BYTES)))
-            self._add(tensor.name + HIGH, "U8", (high - first_high,), first_high, high)
-            self._defer(tensor.name + HIGH_ENDS, "I64", torch.tensor(ends))
-        self._defer(tensor.name + BASES, "U8", torch.cat(bases))
-        self._defer(tensor.name + POSITIONS, "I64", torch.cat(positions))
-        self._defer(tensor.name + VALUES, "BF16", torch.cat(values))
+            self._add(tensor.name + Plane.HIGH, "U8", (high - first_high,), first_high, high)
+            self._defer(tensor.name + Plane.HIGH_ENDS, "I64", torch.tensor(ends))
+        self._defer(tensor.name + Plane.BASES, "U8", torch.cat(bases))
+        self._defer(tensor.name + Plane.POSITIONS, "I64", torch.cat(positions))
+        self._defer(tensor.name + Plane.VALUES, "BF16", torch.cat(values))
         self._end = high
         ends_bytes = 8 * len(ends) if self._level is CompressionLevel.DISTRIBUTION else 0
         return high - first + outputs + 10 * sum(map(len, positions)) + ends_bytes
@@ -138,7 +134,7 @@ class Bf12Writer:
                 self._end = write_at(self._file, self._end, memoryview(part))
                 sums.append(xxhash.xxh3_64_intdigest(part))
             self._add(tensor.name, tensor.dtype, tensor.shape, first, self._end)
-            if not tensor.name.endswith(HIGH_ENDS):
+            if not tensor.name.endswith(Plane.HIGH_ENDS):
                 self._pieces[tensor.name] = sums
         original = OriginalFile(self._original.text, self._original.bytes, self._sum.hexdigest())
         metadata = encode_metadata(Bf12Metadata(VERSION, self._level, original, self._codes, self._pieces))
@@ -188,12 +184,12 @@ def _max_header_bytes(path: Path, original: SafetensorsHeader, level: Compressio
         codes[tensor.name] = _HEX
         pieces[tensor.name] += [_SUM_MAX] * (1 + outputs // piece_rows(inputs))
         escapes = int(ESCAPE_RATE_MAX * outputs * inputs)
-        add(tensor.name + BASES, "U8", (_OFFSET_MAX,), 1 + outputs // PIECE_BYTES)
-        add(tensor.name + POSITIONS, "I64", (_OFFSET_MAX,), 1 + 8 * escapes // PIECE_BYTES)
-        add(tensor.name + VALUES, "BF16", (_OFFSET_MAX,), 1 + 2 * escapes // PIECE_BYTES)
+        add(tensor.name + Plane.BASES, "U8", (_OFFSET_MAX,), 1 + outputs // PIECE_BYTES)
+        add(tensor.name + Plane.POSITIONS, "I64", (_OFFSET_MAX,), 1 + 8 * escapes // PIECE_BYTES)
+        add(tensor.name + Plane.VALUES, "BF16", (_OFFSET_MAX,), 1 + 2 * escapes // PIECE_BYTES)
         if level is CompressionLevel.DISTRIBUTION:
-            add(tensor.name + HIGH, "U8", (_OFFSET_MAX,), 0)
-            add(tensor.name + HIGH_ENDS, "I64", (_OFFSET_MAX,), 0)
+            add(tensor.name + Plane.HIGH, "U8", (_OFFSET_MAX,), 0)
+            add(tensor.name + Plane.HIGH_ENDS, "I64", (_OFFSET_MAX,), 0)
     metadata = encode_metadata(
         Bf12Metadata(VERSION, level, OriginalFile(original.text, original.bytes, _HEX), codes, pieces)
     )

@@ -63,23 +63,3 @@ def attend(q_SHQD: Tensor, k_SHLD: Tensor, v_SHLD: Tensor, mask_S1QL: Tensor, sc
         q_SHQD, k_SHLD, v_SHLD, 0.0, False, attn_mask=mask_S1QL, scale=scale
     )[0]
     return out_SHQD
-
-
-def paged_attention(
-    q_THD: Tensor, kv_SW: Tensor, tables_SW: NDArray[np.int32], slices_T: NDArray[np.int64],
-    positions_T: NDArray[np.int32], block_tokens: int, window: int | None, softcap: float,
-) -> Tensor:  # fmt: skip
-    """Each row's attention over the keys up to its position, one row after the other in float64: an oracle."""
-    heads, head_dim = q_THD.shape[1:]
-    kv_heads = kv_SW.shape[1] // (2 * head_dim)
-    out_THD = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)
-    for row, (index, position) in enumerate(zip(slices_T.tolist(), positions_T.tolist(), strict=True)):
-        keys = np.arange(0 if window is None else max(0, position + 1 - window), position + 1)
-        slots = tables_SW[index, keys // block_tokens].astype(np.int64) * block_tokens + keys % block_tokens
-        kv_L2ND = kv_SW[torch.from_numpy(slots).to(kv_SW.device)].double().view(-1, 2, kv_heads, head_dim)
-        k_LHD, v_LHD = kv_L2ND.repeat_interleave(heads // kv_heads, 2).unbind(1)
-        logits_HL = torch.einsum("hd,lhd->hl", q_THD[row].double(), k_LHD) * head_dim**-0.5
-        if softcap:
-            logits_HL = softcap * (logits_HL / softcap).tanh()
-        out_THD[row] = torch.einsum("hl,lhd->hd", logits_HL.softmax(-1), v_LHD)
-    return out_THD

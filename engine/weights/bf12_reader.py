@@ -10,23 +10,20 @@ from typing import Final
 
 from engine.bf12.layout import is_encodable
 from engine.bf12.metadata import (
-    BASES,
-    HIGH,
-    HIGH_ENDS,
     PIECE_BYTES,
-    POSITIONS,
-    VALUES,
     Bf12Metadata,
     Bf12MetadataError,
     CompressionLevel,
+    Plane,
     parse_metadata,
     piece_rows,
 )
 from engine.weights.safetensors_header import SafetensorsHeader, parse_header, tensors_in
 from engine.weights.tensor_index import BF12, CheckpointError, StoredTensor, abbreviate_names
 
-_SUMMED_PLANES: Final = {BASES: "U8", POSITIONS: "I64", VALUES: "BF16"}  # suffixes, and what dtype each has
-_ZSTD_PLANES: Final = {HIGH: "U8", HIGH_ENDS: "I64"}
+# The dtypes of planes.
+_SUMMED_PLANES: Final[dict[str, str]] = {Plane.BASES: "U8", Plane.POSITIONS: "I64", Plane.VALUES: "BF16"}
+_ZSTD_PLANES: Final[dict[str, str]] = {Plane.HIGH: "U8", Plane.HIGH_ENDS: "I64"}
 _RECOMPRESS_HINT: Final = "get the file again, or compress its model anew"
 
 
@@ -107,8 +104,8 @@ class _Gatherer:
         if positions != values or positions > shape[0] * shape[1]:
             raise self._error(f": {name}, {list(shape)}, has {positions} positions and {values} values of escapes")
         pieces = -(-shape[0] // piece_rows(shape[1]))
-        if self._is_distribution and planes[HIGH_ENDS].numbers != pieces:
-            raise self._error(f": {name} has {planes[HIGH_ENDS].numbers} frames for {pieces} pieces")
+        if self._is_distribution and planes[Plane.HIGH_ENDS].numbers != pieces:
+            raise self._error(f": {name} has {planes[Plane.HIGH_ENDS].numbers} frames for {pieces} pieces")
         planes |= {suffix: self._with_sums(name + suffix, planes[suffix]) for suffix in _SUMMED_PLANES}
         return replace(self.stored[name], dtype=BF12, shape=shape, sums=self._sums(name, pieces), bf12=planes)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.bf12 import layout
 from engine.bf12.codec import Escapes
 from engine.bf12.layout import ZEROS, words_of
-from engine.bf12.metadata import ALIGNED_BYTES, BASES, HIGH, HIGH_ENDS, PIECE_BYTES, POSITIONS, VALUES, piece_rows
+from engine.bf12.metadata import ALIGNED_BYTES, PIECE_BYTES, Plane, piece_rows
 from engine.weights.streaming import Bf12Rows, FilePiece, split_pieces, stream_pieces
 from engine.weights.tensor_index import CheckpointError, StoredTensor
 
@@ -61,7 +61,7 @@ def read_matrices(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) 
     for name, tensor in stored.items():
         assert tensor.bf12 is not None
         for suffix, plane in tensor.bf12.items():
-            if suffix != HIGH:
+            if suffix != Plane.HIGH:
                 small[name + suffix] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
                 pieces += plain_pieces(name + suffix, plane, small[name + suffix])
     if pieces:
@@ -70,13 +70,13 @@ def read_matrices(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) 
 
 
 def _matrix(name: str, stored: StoredTensor, small: Mapping[str, Tensor]) -> StoredMatrix:
-    bases_N, positions_E, values_E = (small[name + suffix] for suffix in (BASES, POSITIONS, VALUES))
+    bases_N, positions_E, values_E = (small[name + plane] for plane in (Plane.BASES, Plane.POSITIONS, Plane.VALUES))
     if bool(((bases_N != ZEROS) & ((bases_N < layout.BASES.start) | (bases_N >= layout.BASES.stop))).any()):
         raise CheckpointError(f"{stored.path}: {name} has bases that are none: compress its model anew")
     if len(positions_E) and not _ascend(positions_E, stored.numbers):
         raise CheckpointError(f"{stored.path}: {name} has escapes at no places of it: compress its model anew")
     escapes = Escapes(stored.shape[0], stored.shape[1], bases_N, positions_E, values_E)
-    high = None if stored.bf12 is None else stored.bf12.get(HIGH)
+    high = None if stored.bf12 is None else stored.bf12.get(Plane.HIGH)
     return StoredMatrix(name, stored, escapes, None if high is None else _frames(name, high, small))
 
 
@@ -85,7 +85,7 @@ def _ascend(positions_E: Tensor, numbers: int) -> bool:
 
 
 def _frames(name: str, high: StoredTensor, small: Mapping[str, Tensor]) -> list[range]:
-    ends = small[name + HIGH_ENDS].tolist()
+    ends = small[name + Plane.HIGH_ENDS].tolist()
     frames = [range(first, last) for first, last in zip([0, *ends], ends, strict=False)]
     fit = all(0 < len(frame) <= PIECE_BYTES for frame in frames)
     if not fit or not 0 <= high.bytes - ends[-1] < ALIGNED_BYTES:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from engine.bf12.metadata import VALUES
+from engine.bf12.metadata import Plane
 from engine.models.weight_names import ParameterEntry
 
 ITEM_BYTES: Final = {"F32": 4, "BF16": 2, "F16": 2}  # of weights
@@ -53,7 +53,8 @@ def bf12_escapes(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> i
     Else None."""
     planes = [bf12 for source in entry.sources if (bf12 := stored[source.name].bf12) is not None]
     alike = len({source.shape[1:] for source in entry.sources}) == 1
-    return sum(bf12[VALUES].numbers for bf12 in planes) if alike and len(planes) == len(entry.sources) else None
+    known = alike and len(planes) == len(entry.sources)
+    return sum(bf12[Plane.VALUES].numbers for bf12 in planes) if known else None
 
 
 def abbreviate_names(names: Iterable[str]) -> str:

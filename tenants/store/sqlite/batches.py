@@ -31,16 +31,17 @@ _LAPSED: Final = f"""
 UPDATE batch_items SET state = {_ItemState.WAITING} WHERE state = {_ItemState.LEASED} AND until <= ?
     RETURNING model, account_id
 """
-_CLAIM_BYTES: Final = 256 << 10  # after which a claim takes no other item: the loop waits 5 ms for a megabyte
+_CLAIM_BYTES: Final = 256 << 10  # after which a claim takes no other item: the loop waits 2 ms for a megabyte
 _CLAIM: Final = f"""
 UPDATE batch_items SET state = {_ItemState.LEASED}, until = ?, tries = tries + 1 WHERE number IN (
     SELECT number FROM (
-        SELECT number, sum(length(body)) OVER (ORDER BY number) - length(body) AS bytes_before FROM (
-            SELECT number, body FROM batch_items WHERE model = ? AND account_id = ? AND state = {_ItemState.WAITING}
-            ORDER BY number LIMIT ?
+        SELECT number, sum(bytes) OVER (ORDER BY number) - bytes AS bytes_before FROM (
+            SELECT number, length(body) AS bytes FROM batch_items JOIN batch_bodies USING (number)
+            WHERE model = ? AND account_id = ? AND state = {_ItemState.WAITING} ORDER BY number LIMIT ?
         )
     ) WHERE bytes_before < {_CLAIM_BYTES}
-) RETURNING number, batch_id, place, body, tries, (SELECT token_id FROM batches WHERE id = batch_id)
+) RETURNING number, batch_id, place, (SELECT body FROM batch_bodies WHERE number = batch_items.number), tries,
+    (SELECT token_id FROM batches WHERE id = batch_id)
 """
 _RENEW: Final = f"UPDATE batch_items SET until = ? WHERE batch_id = ? AND place = ? AND state = {_ItemState.LEASED}"
 _PUT_BACK: Final = f"""
@@ -48,7 +49,7 @@ UPDATE batch_items SET state = {_ItemState.WAITING}, tries = tries - 1
     WHERE batch_id = ? AND place = ? AND state = {_ItemState.LEASED}
 """
 _END_ITEM: Final = f"""
-UPDATE batch_items SET state = ?, result = ?, body = x'' WHERE batch_id = ? AND place = ? AND {_UNENDED}
+UPDATE batch_items SET state = ?, result = ? WHERE batch_id = ? AND place = ? AND {_UNENDED} RETURNING number
 """
 _COUNT: Final = f"""
 UPDATE batches SET succeeded = succeeded + ?, failed = failed + ?, prompt_tokens = prompt_tokens + ?,
@@ -82,12 +83,13 @@ class SqliteBatchStore:
         return True
 
     async def add_items(self, account_id: str, batch_id: str, first: int, bodies: Sequence[bytes]) -> None:
-        columns = "batch_id, place, account_id, model, body, state, until, tries"
-        insert = f"""INSERT INTO batch_items ({columns}) SELECT id, ?, account_id, model, ?, {_ItemState.WAITING}, 0, 0
-            FROM batches WHERE id = ? AND account_id = ? ON CONFLICT DO NOTHING"""
+        columns = "batch_id, place, account_id, model, state, until, tries"
+        insert = f"""INSERT INTO batch_items ({columns}) SELECT id, ?, account_id, model, {_ItemState.WAITING}, 0, 0
+            FROM batches WHERE id = ? AND account_id = ? ON CONFLICT DO NOTHING RETURNING number"""
         with self._file.transaction():
             for place, body in enumerate(bodies, first):
-                self._run(insert, (place, body, batch_id, account_id))
+                for (number,) in self._run(insert, (place, batch_id, account_id)).fetchall():
+                    self._run("INSERT INTO batch_bodies VALUES (?, ?)", (number, body))
 
     async def open(self, account_id: str, batch_id: str) -> None:
         arrived = f"""UPDATE batches SET status = 'queued', expires_at = created_at + {batches.WAITING_S}
@@ -151,8 +153,10 @@ class SqliteBatchStore:
         with self._file.transaction():
             if record is not None:
                 self._settle(record)
-            if not self._run(_END_ITEM, (state, result, item.batch_id, item.place)).rowcount:
+            ended = self._run(_END_ITEM, (state, result, item.batch_id, item.place)).fetchone()
+            if ended is None:
                 return False
+            self._run("DELETE FROM batch_bodies WHERE number = ?", ended)
             (left,) = self._run(_COUNT, (succeeded, not succeeded, *tokens, item.batch_id)).fetchone()
             if not left:
                 self._close(item.account_id, item.batch_id, BatchStatus.DONE)

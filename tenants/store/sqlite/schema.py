@@ -130,8 +130,18 @@ CREATE TABLE batch_lines (
 ) STRICT, WITHOUT ROWID
 """
 
+# Bodies apart from what changes: whatever changes a row writes all of it again, a megabyte of body with it.
+_BODIES: Final = """
+CREATE TABLE batch_bodies (number INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
+INSERT INTO batch_bodies SELECT number, body FROM batch_items WHERE length(body) > 0;
+ALTER TABLE batch_items DROP COLUMN body;
+CREATE TRIGGER batch_items_deleted AFTER DELETE ON batch_items BEGIN
+    DELETE FROM batch_bodies WHERE number = OLD.number;
+END
+"""
+
 # From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
-MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES)
+MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES, _BODIES)
 SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)
 
 NEVER_US: Final = 1 << 62  # `accounts.sweep_us` of an account without holds

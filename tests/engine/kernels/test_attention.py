@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import attention, reference
+from engine.kernels import attention
 from engine.protocol.types import SamplingParams
 from engine.step import attention_plan
 from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
@@ -91,12 +91,24 @@ def check(case: Case, seed: int = 0) -> None:
 
 
 def oracle(
-    case: Case, q_THD: Tensor, kv_SW: Tensor, tables: np.ndarray, slices_T: np.ndarray, positions_T: np.ndarray,
+    case: Case, q_THD: Tensor, kv_SW: Tensor, tables_SW: np.ndarray, slices_T: np.ndarray, positions_T: np.ndarray,
     window: int | None,
 ) -> Tensor:  # fmt: skip
-    return reference.paged_attention(
-        q_THD, kv_SW.float(), tables, slices_T, positions_T, case.block_tokens, window, case.softcap
-    )
+    """Each row's attention over the keys up to its position, one row after the other in float64."""
+    heads, head_dim = q_THD.shape[1:]
+    kv_heads = kv_SW.shape[1] // (2 * head_dim)
+    out_THD = torch.zeros(q_THD.shape, dtype=torch.float64, device=q_THD.device)
+    for row, (index, position) in enumerate(zip(slices_T.tolist(), positions_T.tolist(), strict=True)):
+        keys = np.arange(0 if window is None else max(0, position + 1 - window), position + 1)
+        slots = tables_SW[index, keys // case.block_tokens].astype(np.int64) * case.block_tokens
+        slots += keys % case.block_tokens
+        kv_L2ND = kv_SW[torch.from_numpy(slots).to(kv_SW.device)].double().view(-1, 2, kv_heads, head_dim)
+        k_LHD, v_LHD = kv_L2ND.repeat_interleave(heads // kv_heads, 2).unbind(1)
+        logits_HL = torch.einsum("hd,lhd->hl", q_THD[row].double(), k_LHD) * head_dim**-0.5
+        if case.softcap:
+            logits_HL = case.softcap * (logits_HL / case.softcap).tanh()
+        out_THD[row] = torch.einsum("hl,lhd->hd", logits_HL.softmax(-1), v_LHD)
+    return out_THD
 
 
 SEGMENTS = [PrefixSegment([0, 1, 2, 4], 0, 64), PrefixSegment([1, 4], 64, 96), PrefixSegment([3, 5], 0, 32)]

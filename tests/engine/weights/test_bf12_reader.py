@@ -452,7 +452,7 @@ def test_a_tensor_may_be_all_escapes(file: Path, level: CompressionLevel) -> Non
     write_coded(file, originals(), level, bases=lambda weight: torch.full((len(weight),), 2, dtype=torch.uint8))
     stored = Checkpoint(file.parent).tensors["wide"]
     assert stored.bf12 is not None
-    assert stored.bf12[bf12_metadata.VALUES].numbers > 10_000
+    assert stored.bf12[bf12_metadata.Plane.VALUES].numbers > 10_000
     assert same(read(file.parent))
     assert same(read(file.parent, CPU))
 

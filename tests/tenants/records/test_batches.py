@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tenants.records.batches import (
 from tenants.records.holds import DenialReason, Denied, Granted
 from tenants.records.usage import EXPIRED, MICRO, Totals
 from tenants.store.protocol import Store, StoreUnavailable
+from tenants.store.sqlite.store import SqliteStore
 from tests.support.waiting import until
 from tests.tenants.store.test_contract import ANN, BOB, LIFE_US, balanced, hold, open_account, record
 
@@ -291,6 +293,32 @@ async def test_every_method_says_store_unavailable_during_an_outage(store: Store
         for ask in asks:
             with pytest.raises(StoreUnavailable):
                 await ask()
+
+
+async def test_bodies_in_sqlite_go_with_what_waited_for_them(tmp_path: Path, clock: Any) -> None:
+    store = SqliteStore(str(tmp_path / "hearth.db"), clock)
+    await open_account(store)
+
+    def bodies() -> int:
+        ((count,),) = store._file.rows("SELECT count(*) FROM batch_bodies")
+        assert isinstance(count, int)
+        return count
+
+    for id in ("ended", "cancelled", "dropped"):
+        await submit(store, new_batch(clock, id))
+    assert bodies() == 9
+    for item in await claimed(store, 3):
+        assert await end(store, item, clock.day)
+    assert bodies() == 6
+    assert await store.batches.close(ANN, "cancelled", BatchStatus.CANCELLED)
+    assert bodies() == 3
+    clock.now_s += WAITING_S
+    await submit(store, new_batch(clock, "swept next"))
+    await store.batches.sweep()
+    assert bodies() == 3
+    await store.batches.discard(ANN)
+    assert bodies() == 0
+    await store.close()
 
 
 @pytest.mark.parametrize("seed", range(4))

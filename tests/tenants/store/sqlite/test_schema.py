@@ -18,6 +18,7 @@ from tenants.store.sqlite.store import SqliteStore
 
 pytestmark = pytest.mark.anyio
 ANN, BOB = "a" * 32, "b" * 32
+OF_BATCHES = 5  # the version that has bodies in the rows of their items
 OPEN, LONG_OPEN = "open", "expired before it was taken along"
 
 
@@ -88,6 +89,24 @@ async def test_what_was_used_before_counts_against_the_limits_of_today(path: Pat
     assert budget == MICRO - 30 - 100 - 6 - 10
     assert rate == 60 * MICRO - 9 - MICRO
     assert at_once == 7 - 1 - 1
+    await store.close()
+
+
+async def test_requests_of_a_batch_that_wait_or_run_are_taken_along(tmp_path: Path, clock: Any) -> None:
+    path = tmp_path / "hearth.db"
+    old_file(path, OF_BATCHES, clock.now_s)
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        batch = "'one', ?, 'key', '@cf/a/b', 3, 600, 1, ?, 'running', NULL, 1, 0, 0, 0"
+        file.execute(f"INSERT INTO batches VALUES ({batch})", (ANN, int(clock.now_s) + 600))
+        file.execute("INSERT INTO batch_lines VALUES ('@cf/a/b', ?, 0)", (ANN,))
+        columns = "batch_id, place, account_id, model, body, state, until, tries, result"
+        for place, (body, state, result) in enumerate(((b"", 2, b"result"), (b"leased", 1, None), (b"waits", 0, None))):
+            row = ("one", place, ANN, "@cf/a/b", body, state, clock.now_s - 1, 1, result)
+            file.execute(f"INSERT INTO batch_items ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    store = SqliteStore(str(path), clock)
+    items = await store.batches.claim("@cf/a/b", 20.0, 10)
+    assert [(item.place, item.body) for item in items] == [(1, b"leased"), (2, b"waits")]
+    assert [one.result for one in await store.batches.results(ANN, "one", 0, 10)] == [b"result"]
     await store.close()
 
 
