@@ -45,7 +45,6 @@ class StepTime:
         self._bounded = False  # several accounts run
         self._turns = 0  # of rows, counted
         self._unit_us = 0.0  # 0 until a step has landed
-        self._masks_us = 0.0  # of the last step
         self._debts_us: dict[AccountQueue[Sequence], float] = {}  # what masks took too long
 
     @property
@@ -64,12 +63,11 @@ class StepTime:
 
     def observe(self, plan: StepPlan, took_us: float) -> None:
         """Notes that a step took so long, its masks included."""
-        masked = plan.masked_sequences
-        self._masks_us = sum(sequence.mask_us for sequence in masked) if masked else 0.0
         if not self._measured and len(plan.sequences) <= _FEW_ROWS:
             self._base_us = min(self._base_us, took_us)
         if plan.work:
-            unit_us = (took_us - min(self._masks_us, took_us / 2)) / plan.work
+            masks_us = sum(sequence.mask_us for sequence in plan.masked_sequences)
+            unit_us = (took_us - min(masks_us, took_us / 2)) / plan.work
             self._unit_us += (unit_us - self._unit_us) * (_NEWEST if self._unit_us else 1.0)
 
     def select(self, sequences: list[Sequence], accounts: int) -> list[Sequence]:
@@ -83,9 +81,10 @@ class StepTime:
             self.costs = CostModel(((1, row_us),), key_us, key_us, 0.0, _PROMPT_PAIR_KEYS * key_us, 0.0, 0.0)
             rows = sum(self._wanted(sequence) for sequence in sequences)
         keys = sum(sequence.launched for sequence in sequences)
-        step_us = self._unit_us * (self._row * rows + self._key * keys) + self._masks_us
+        masks_us = sum(sequence.mask_us for sequence in sequences)
+        step_us = self._unit_us * (self._row * rows + self._key * keys) + masks_us
         limit_us = self.limit_us
-        if step_us <= limit_us and self._masks_us <= MASK_PART * limit_us and not self._debts_us:
+        if step_us <= limit_us and masks_us <= MASK_PART * limit_us and not self._debts_us:
             return sequences
         fitting = self._fitting(sequences, limit_us)
         return [sequence for sequence in sequences if sequence in fitting] or sequences[:1]

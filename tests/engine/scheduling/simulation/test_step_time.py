@@ -135,11 +135,24 @@ def test_masks_of_one_account_have_their_part_of_the_steps_and_no_more() -> None
     assert max(tokens(busy)) - min(tokens(busy)) <= 3, "its rows take turns"
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_that_sat_out_come_back_no_more_at_a_time(depth: int) -> None:
+    """There is time for all rows, and the step before may have had no masks."""
+    timed = Timed(depth=depth)
+    timed.submit(QUIET)
+    timed.run(10)
+    timed.submit(BUSY, 6, mask_us=lambda written: 3000.0)
+    timed.run(10)
+    timed.run(100)
+    assert max(timed.masks_us) <= 1e3 * MASK_PART * GAP_MS + 3000.0, "all of them take 18 ms"
+
+
 BREAKS = {
     "masks cost nothing": ("scheduling.step_time", "(mask_us and masks_us <= 0)", "False"),
     "what masks took too long is forgotten": ("scheduling.step_time", "if masks_us < 0:", "if False:"),
     "a step takes what it takes": ("scheduling.step_time", "took_us and took_us + row_us > share_us", "False"),
     "the oldest rows go first": ("scheduling.step_time", "sequence.row_turn = self._turns", "pass"),
+    "masks that are due do not count": ("scheduling.step_time", "sequence.mask_us for sequence in sequences", "()"),
     "nothing sits out": ("scheduling.step_time", "if sequence in fitting]", "]"),
 }
 
@@ -151,6 +164,7 @@ def test_a_broken_build_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch)
     def test() -> None:
         test_rows_of_one_account_take_no_longer_than_the_gap_and_take_turns(None, 1)
         test_masks_of_one_account_have_their_part_of_the_steps_and_no_more()
+        test_masks_that_sat_out_come_back_no_more_at_a_time(1)
 
     with pytest.raises(AssertionError):
         test()
