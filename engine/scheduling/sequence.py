@@ -34,7 +34,7 @@ class GrammarMatcher(Protocol):
     """Keeps one text to its grammar.
 
     finished    only the end of the text may follow.
-    mask_us     what its last mask took, and what came with it: about what its next one will.
+    mask_us     its part of how long the last masks took together, and what came with it: about what its next one will.
     """
 
     finished: bool

@@ -1,5 +1,6 @@
 """engine/structured_output/manager.py: whose grammars are kept, whose turn it is, and what matchers let through."""
 
+import itertools
 import json
 import re
 import time
@@ -214,6 +215,18 @@ def test_a_mask_written_in_a_threads_own_time_is_the_same(grammars: StructuredOu
     assert (grammars.masks(matchers) == at_once).all()
     assert len({matcher.mask_us for matcher in matchers}) == 3
     assert not grammars._timing, "they took no time"
+
+
+def test_masks_of_several_threads_take_no_longer_together_than_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of a processor each, by these clocks, is not what others wait for."""
+    with closing(StructuredOutputManager(EMBER, 2)) as grammars:
+        matchers = [matcher_of(grammars, source) for source in (AMBIGUOUS, PLAIN, 'start: "a"')]
+        grammars._timing = True
+        monkeypatch.setattr(time, "thread_time", itertools.count().__next__)
+        began = time.perf_counter()
+        grammars.masks(matchers)
+        assert 0 < sum(matcher.mask_us for matcher in matchers) <= 1e6 * (time.perf_counter() - began)
+        assert grammars._timing
 
 
 @pytest.mark.parametrize("count", [900, 1200])
