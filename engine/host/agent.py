@@ -53,7 +53,7 @@ from engine.protocol.specs import MachineSpec, ReplicaSpec
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # the shortest time between two decisions: busy replicas report their load more often than that
-_STARTING_S: Final = 0.02  # between two looks at the heartbeat of one that is to serve any moment
+_STARTING_S: Final = 0.02  # between two looks at the zygote, or at the heartbeat of one that is to serve any moment
 _PUBLISH_S: Final = 0.1  # the shortest time between two MachineStates where no replica came, went or began to
 
 # oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; so does PyTorch's
@@ -93,6 +93,7 @@ class HostAgent:
         self._conditions: list[tuple[object, ...]] = []
         self._stops = 0
         self._draining = False
+        self._ready = False
         self._turned_at = clock()
         self._listener = open_listener(spec.address)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -115,7 +116,7 @@ class HostAgent:
         with self._signal_wakeup():
             try:
                 while not self._stopped():
-                    starting = any(supervisor.starting for supervisor in self._supervisors)
+                    starting = not self._ready or any(supervisor.starting for supervisor in self._supervisors)
                     for key, _ in self._selector.select(_STARTING_S if starting else self._timeouts.look_s):
                         key.data()
                     self._turn(self._clock())
@@ -129,11 +130,11 @@ class HostAgent:
             self._reconciler.forgive(now - self._turned_at, now)
         self._turned_at = now
         self._reconciler.poll(now)
-        ready = self._launcher.ready(now)
+        self._ready = self._launcher.ready(now)
         if self._stops:
             self._end_replicas(now)
         else:
-            self._reconciler.reconcile(now, ready)
+            self._reconciler.reconcile(now, self._ready)
         self._publish(now)
 
     def _end_replicas(self, now: float) -> None:

@@ -135,6 +135,26 @@ def test_help_is_quick_since_it_imports_no_command() -> None:
     assert not heavy & set(imported)
 
 
+@pytest.mark.parametrize(
+    ("imports", "unneeded"),
+    [
+        (
+            "gateway.cli, gateway.commands.serve",
+            {"gateway.app", "starlette", "uvicorn", "opentelemetry", "cryptography"},
+        ),
+        (
+            "engine.host.agent",
+            {"engine.replica", "asyncio", "gateway", "psutil", "pynvml", "llguidance", "opentelemetry"},
+        ),
+    ],
+)
+def test_what_starts_replicas_imports_nothing_of_theirs_or_the_gateways(imports: str, unneeded: set[str]) -> None:
+    program = f"import sys, {imports}; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split()
+    assert set(imports.split(", ")) <= set(imported)
+    assert not (unneeded | {"torch", "numpy", "triton", "redis", "sqlite3"}) & set(imported)
+
+
 def test_a_created_account_has_a_token_that_opens_it(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = said(capsys, "accounts", "create", "acme")
     assert len(made["account_id"]) == 32

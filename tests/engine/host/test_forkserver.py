@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from engine.host.agent import zygote_modules
 from engine.host.forkserver import ForkserverLauncher
 from engine.host.supervisor import ReplicaProcess, SubprocessLauncher
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import FrameReader, Hello
-from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each replica is a new program")
@@ -223,20 +225,69 @@ def test_all_die_with_the_process_that_started_them(tmp_path: Path) -> None:
     assert psutil.wait_procs(descendants, timeout=30)[1] == []
 
 
-def test_a_forked_replica_serves(tmp_path: Path) -> None:
-    with open_forks("engine.execution.open") as forks:
+PROGRAM_WITH_SPY = """
+import sys
+import tests.support.imports_spy
+from engine.replica import server
+sys.exit(server.main(sys.argv[1:]))
+"""
+# What takes long to import, and what no replica uses before its first token.
+UNNEEDED = {
+    *("torch._dynamo", "torch._inductor", "torch.onnx", "torch.fx.experimental.symbolic_shapes", "sympy", "networkx"),
+    *("triton", "engine.execution.open_gpu", "opentelemetry", "requests", "httpx", "rich", "cyclopts", "starlette"),
+    *("uvicorn", "cryptography", "jsonschema", "jinja2", "tokenizers", "transformers", "huggingface_hub", "redis"),
+    *("gateway", "tenants"),
+}
+
+
+def serve_until_told(process: ReplicaProcess, spec: ReplicaSpec) -> dict[str, Any]:
+    """Says what the replica's spy tells at its end, once it has served."""
+    with contextlib.closing(Heartbeat.open(spec.pulse)) as pulse:
+        wait_for(lambda: process.poll() is not None or pulse.read()[0] is ReplicaPhase.IDLE)
+    assert process.poll() is None
+    with socket.socket(socket.AF_UNIX) as gateway:
+        gateway.connect(spec.address.removeprefix("unix:"))
+        hello = next(FrameReader().feed(gateway.recv(1 << 16)))
+        assert isinstance(hello, Hello)
+        assert hello.pid == process.pid
+    process.terminate()
+    while not (line := read_line(process)).startswith('{"modules"'):
+        pass
+    assert process.wait() == 0
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_forked_replica_serves_with_no_more_imported_than_it_needs(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    modules = zygote_modules(MachineSpec(name="m", address="", folder="", models=[], device=device))
+    with open_forks(*modules, "tests.support.imports_spy") as forks:
         warm(forks)
-        spec = spec_of("@cf/hearth/ember", tmp_path)
-        with (
-            contextlib.closing(Heartbeat.create(tmp_path / "pulse")) as pulse,
-            started(forks, "ends", tmp_path) as process,
-        ):
-            wait_for(lambda: process.poll() is not None or pulse.read()[0] is ReplicaPhase.IDLE)
-            assert process.poll() is None
-            with socket.socket(socket.AF_UNIX) as gateway:
-                gateway.connect(spec.address.removeprefix("unix:"))
-                hello = next(FrameReader().feed(gateway.recv(1 << 16)))
-                assert isinstance(hello, Hello)
-                assert hello.pid == process.pid
-            process.terminate()
-            assert process.wait() == 0
+        Heartbeat.create(tmp_path / "pulse").close()
+        with started(forks, "ends", tmp_path) as process:
+            found = serve_until_told(process, spec_of("ends", tmp_path))
+    on_gpu = {"triton", "engine.execution.open_gpu"} if device == "cuda" else set()
+    assert UNNEEDED & set(found["modules"]) == on_gpu
+    assert found["collects"]
+    assert found["frozen"] > 100_000
+
+
+def test_a_replica_without_a_zygote_serves_with_no_more_imported_than_it_needs(tmp_path: Path) -> None:
+    def command(spec: ReplicaSpec) -> list[str]:
+        return [sys.executable, "-c", PROGRAM_WITH_SPY, msgspec.json.encode(spec).decode()]
+
+    spec = spec_of("ends", tmp_path)
+    Heartbeat.create(tmp_path / "pulse").close()
+    process = SubprocessLauncher(command).start(spec, {"PYTHONPATH": str(ROOT)})
+    try:
+        found = serve_until_told(process, spec)
+    finally:
+        process.kill()
+        process.wait()
+        process.close()
+    assert not UNNEEDED & set(found["modules"])
+    assert found["collects"]
+    assert found["frozen"] > 100_000
