@@ -27,13 +27,7 @@ import msgspec
 
 from engine.host.demand import DemandTracker
 from engine.host.forkserver import ForkserverLauncher
-from engine.host.paths import (
-    AgentStartError,
-    kernel_cache,
-    lock_folder,
-    open_listener,
-    replica_addresses,
-)
+from engine.host.paths import AgentStartError, kernel_cache, lock_folder, open_listener, replica_addresses
 from engine.host.peers import RECEIVED_BYTES_MAX, UNSENT_BYTES_MAX, ReplicaPeer
 from engine.host.reconciler import PlacementReconciler
 from engine.host.replica_handle import ReplicaHandle
