@@ -16,7 +16,9 @@ from typing import Final
 
 import pytest
 
+from gateway.http.exchange import Exchange
 from gateway.inference.account_lock import LARGE_BODY_BYTES, PARSERS_MAX, AccountLocks
+from tests.support.certificates import trusting, write_certificate
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -123,6 +125,28 @@ async def test_a_batch_holds_the_loop_for_no_time(tmp_path: Path, items: int, pr
     async with served(tmp_path) as gateway, loop_holds() as holds:
         status, answer = await post(gateway, f"{RUN}?queueRequest=true", batch(items, prompt))
         assert (status, json.loads(answer)["result"]["status"]) == (200, "queued")
+    assert holds.longest_ms < HELD_MS_MAX
+
+
+@looped
+async def test_a_large_answer_holds_the_loop_for_no_time_while_it_is_encrypted(tmp_path: Path) -> None:
+    sent = bytes(64 << 20)
+
+    async def large(exchange: Exchange) -> None:
+        await exchange.answer(200, sent, [])
+
+    async with served(tmp_path, **write_certificate(tmp_path)) as gateway:
+        gateway.serve_healthz(large)
+
+        def call() -> int:
+            known = trusting(gateway.server._limits.certificate)
+            connection = http.client.HTTPSConnection("127.0.0.1", gateway.port, timeout=60, context=known)
+            with contextlib.closing(connection):
+                connection.request("GET", "/healthz")
+                return len(connection.getresponse().read())
+
+        async with loop_holds() as holds:
+            assert await asyncio.to_thread(call) == len(sent)
     assert holds.longest_ms < HELD_MS_MAX
 
 

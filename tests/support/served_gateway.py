@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -14,10 +15,12 @@ from typing import Any
 
 import msgspec
 import uvloop
+from starlette.routing import Route
 
 from gateway.app import App, build_app
 from gateway.catalogue.catalogue import BUILT_IN
 from gateway.config import Config, MachineConfig, ModelEntryConfig, PriceConfig, ServerConfig, StoreConfig
+from gateway.http.routes import Handler
 from gateway.http.server import HttpServer, listen
 from gateway.http.tls import open_certificate
 from gateway.observability.tracing import RequestTracer
@@ -58,6 +61,12 @@ class Served:
     def see_changes(self) -> None:
         """Moves the clock on until what the gateway knows of accounts and ApiTokens is to be looked up again."""
         self.clock.offset_s += TRUSTED_S
+
+    def serve_healthz(self, handler: Handler) -> None:
+        """Lets a test's own handler answer /healthz."""
+        routes = self.app._router.routes
+        (healthz,) = [route for route in routes if isinstance(route, Route) and route.path == "/healthz"]
+        healthz.app = dataclasses.replace(healthz.endpoint, handler=handler)
 
     @property
     def behaviour(self) -> Behaviour:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from gateway.http.exchange import Exchange
 from tests.support.served_gateway import Served, looped, open_files, served, visit
 from tests.support.stub_replica import MODEL
-from tests.support.waiting import forever, until
+from tests.support.waiting import forever, turns, until
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 5000, "stream": True}
 PHASES = [
@@ -119,18 +120,23 @@ async def test_the_engine_does_not_wait_for_a_client_that_does_not_read_and_it_i
 
 @looped
 async def test_a_client_that_does_not_read_the_end_does_not_keep_its_connection(tmp_path: Path) -> None:
+    async def large(exchange: Exchange) -> None:
+        """A little more than the kernel takes."""
+        (connection,) = gateway.server.server_state.connections
+        while not connection.transport.get_write_buffer_size():
+            await exchange.write(bytes(16 << 10))
+            await turns()
+        await exchange.end(b"")
+
     async with served(tmp_path, blocked_s=0.3) as gateway:
-        gateway.behaviour.context_tokens, gateway.behaviour.step_tokens = 500_000, 10_000
-        gateway.fleet.replicas[0].die()  # it says hello again, with the larger context
-        await until(
-            lambda: (hello := gateway.app._serving.context.fleet.hello(MODEL)) and hello.context_tokens == 500_000
-        )
+        gateway.serve_healthz(large)
         client = await gateway.client(receive_bytes=4096)
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": 400_000}, gateway.headers)
-        await until(lambda: gateway.fleet.submits)
-        await gateway.settled()  # the request is over, its answer larger than all buffers
+        await client.send("GET", "/healthz", b"")
+        await until(lambda: gateway.server.server_state.connections)
         (connection,) = gateway.server.server_state.connections
+        await until(lambda: connection.cycle is not None and connection.cycle.response_complete)
+        assert connection.transport.get_write_buffer_size()
         connection.timeout_keep_alive_handler()  # type: ignore[union-attr]
         await until(lambda: not gateway.server.server_state.connections)
         client.leave()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import gc
 import json
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.routing import Route
 
 from gateway.http.client_address import address_group
-from gateway.http.exchange import Exchange
+from gateway.http.exchange import PIECE_BYTES, Exchange
 from gateway.http.listener import _PAUSE_S, ACCEPTS
-from gateway.http.server import PIPELINED_MAX, listen
+from gateway.http.server import PIPELINED_MAX, WRITE_BUFFER_BYTES, listen
 from tests.support.served_gateway import Client, Served, looped, served
 from tests.support.waiting import holds, turns, until, wait_for
 
@@ -340,9 +338,7 @@ def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept
         async with served(tmp_path, blocked_s=0.4) as gateway:
             client = await gateway.client(receive_bytes=2048)
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            routes = gateway.app._router.routes
-            (healthz,) = [route for route in routes if isinstance(route, Route) and route.path == "/healthz"]
-            healthz.app = dataclasses.replace(healthz.endpoint, handler=large)
+            gateway.serve_healthz(large)
             end = b"" if kept else b"connection: close\r\n"
             client.writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n%s\r\n" % end * (3 if kept else 1))
             await until(lambda: gateway.server.server_state.connections)
@@ -364,6 +360,26 @@ def test_a_client_that_does_not_take_its_answers_is_dropped(tmp_path: Path, kept
         await exchange.end(b"")
 
     call()
+
+
+@looped
+async def test_a_client_that_takes_a_large_answer_slowly_gets_all_of_it(tmp_path: Path) -> None:
+    sent = os.urandom(16 << 20)
+
+    async def large(exchange: Exchange) -> None:
+        await exchange.answer(200, sent, [])
+
+    async with served(tmp_path, blocked_s=0.5) as gateway:
+        gateway.serve_healthz(large)
+        client = await gateway.client(receive_bytes=64 << 10)
+        await client.send("GET", "/healthz", b"")
+        assert await client.head() == 200
+        (connection,), taken = gateway.server.server_state.connections, list[bytes]()
+        for _ in range(32):
+            taken.append(await client.reader.readexactly(len(sent) // 32))
+            await holds(lambda: connection.transport.get_write_buffer_size() <= PIECE_BYTES + WRITE_BUFFER_BYTES, 0.05)
+        assert b"".join(taken) == sent
+        client.leave()
 
 
 @looped
