@@ -10,9 +10,7 @@ from weakref import WeakValueDictionary
 
 # Up to that, reading a body takes 2.4 ms of the loop's time at most, and most often less than the 0.1 ms of a thread.
 LARGE_BODY_BYTES: Final = 32 << 10
-PARSERS_MAX: Final = (
-    2  # that read bodies at once: they take turns with the loop at Python's lock, so that more gain nothing
-)
+PARSERS_MAX: Final = 2  # at once: they take turns with the loop at Python's lock, so that more gain nothing
 
 T = TypeVar("T")
 
