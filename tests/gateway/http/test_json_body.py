@@ -266,3 +266,12 @@ def test_a_large_body_that_names_a_field_twice_is_refused_by_name() -> None:
     text = b'"' + b'a\\"' * WALKED_BYTES + b'"'
     assert decode_body(b'{"text": %b, "n": 2}' % text, decoder).n == 2
     assert refusal(b'{"text": %b, "n": 2, "free": {"c": {"b": 1, "\\u0062": 2}}}' % text).param == "b"
+
+
+@pytest.mark.parametrize("size", [1, WALKED_BYTES])
+def test_what_no_decoder_looks_into_is_utf_8_as_well(size: int) -> None:
+    body = b'{"role": "user", "unknown": "%b", "more": "' + b"x" * size + b'"}'
+    named: msgspec.json.Decoder[Named] = msgspec.json.Decoder(Named)
+    assert decode_body(body % "ж".encode(), named).role == "user"
+    with pytest.raises(ApiError, match="UTF-8"):
+        decode_body(body % b"\xff", named)
