@@ -219,15 +219,16 @@ class SqliteQuotaStore:
     async def _remove_before(self, day: int) -> None:
         """Removes ledgers and counters of older days, and notices and claims that are over; a ledger some records at a
         time, and its day's counters last, so that an end in the middle is no end."""
-        for sums in ("usage", "usage_rows"):
-            self._file.write(f"DELETE FROM {sums} WHERE day < ?", day)
-        for old in self._file.rows("SELECT account_id, day FROM days WHERE day < ? AND subject = ''", day):
+        old_days = ("SELECT account_id, day FROM days WHERE day < ? AND subject = ''", (day,))
+        for old in (await asyncio.to_thread(self._file.snapshot, old_days))[0]:
+            for sums in ("usage", "usage_rows"):
+                self._file.write(f"DELETE FROM {sums} WHERE account_id = ? AND day = ?", *old)
             removed = 1
             while removed:
                 removed = self._file.write(_REMOVE_RECORDS, *old, REMOVED_AT_ONCE)
                 await asyncio.sleep(0)
+            self._file.write("DELETE FROM days WHERE account_id = ? AND day = ?", *old)
         with self._file.transaction():
-            self._run("DELETE FROM days WHERE day < ?", (day,))
             self._run("DELETE FROM notices WHERE due_at < ?", (day * 86_400,))
             self._run("DELETE FROM claims WHERE until_s < ?", (int(self._file.clock()),))
 
