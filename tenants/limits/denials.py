@@ -41,9 +41,8 @@ def denial_error(denied: Denied, caller: Caller, caps: Sequence[Cap]) -> Excepti
     (cap,) = [cap for cap in caps if (cap.subject, cap.measure) == (denied.subject, reason)]
     message = _explained(denied, cap, _subject_text(denied.subject, caller), retry_after_s)
     allowed = cap.allowed / MICRO if reason in BUDGETS else cap.allowed
-    return QuotaExceeded(
-        LimitStatus(cap.subject, reason, allowed, 0, retry_after_s), message, lasting=unattainable(cap)
-    )
+    status = LimitStatus(cap.subject, reason, allowed, 0, retry_after_s)
+    return QuotaExceeded(status, message, lasting=unattainable(cap))
 
 
 def _subject_text(subject: str, caller: Caller) -> str:

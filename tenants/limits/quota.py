@@ -140,9 +140,8 @@ class Quota:
         """The budgets of which more is used and held than the caller's limits allow by now. One call of the store."""
         caps = [cap for cap in _all_caps(caller.limits, caller.token_id, caller.token_limits) if cap.measure in BUDGETS]
         left = await self._store.remaining(caller.account.id, caps) if caps else ()
-        return {
-            (cap.subject, cap.measure): cap.allowed - rest for cap, rest in zip(caps, left, strict=True) if rest < 0
-        }
+        rests = zip(caps, left, strict=True)
+        return {(cap.subject, cap.measure): cap.allowed - rest for cap, rest in rests if rest < 0}
 
     def check_limits(self, caller: Caller, demand: QuotaRequest, overdrawn: Overdrawn) -> None:
         """Raises QuotaExceeded where the limits of the caller leave no room for a request that was granted earlier: it

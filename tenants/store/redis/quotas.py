@@ -98,11 +98,8 @@ class RedisQuotaStore:
     async def usage(
         self, account_ids: Sequence[str], first_day: int, last_day: int, by: Collection[str] = USAGE_COLUMNS
     ) -> Mapping[str, Sequence[UsageRow]]:
-        script = ("EVAL", scripts.USAGE_DAYS, 1)
-        looks = [
-            (*script, account_key(account_id), self._database.now_us(), first_day, last_day)
-            for account_id in account_ids
-        ]
+        span = (self._database.now_us(), first_day, last_day)
+        looks = [("EVAL", scripts.USAGE_DAYS, 1, account_key(account_id), *span) for account_id in account_ids]
         found = [
             (account_id, day, fields)
             for account_id, days in zip(account_ids, await self._database.read_apart(looks), strict=True)
