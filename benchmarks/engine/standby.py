@@ -1,6 +1,7 @@
 """Many models on few devices, as their callers notice it: `hearth serve` over HTTP, with room for two of them at once.
 
     python -m benchmarks.engine.standby --device cuda --part wake|zipf|start [--minutes 5]
+    python -m benchmarks.engine.standby --device cuda --part zipf --models 20 --over-commit 6 --minutes 3
     python -m benchmarks.engine.standby --device cpu --part wake|zipf|start [--minutes 1]
 
 wake   a request comes for a model that sleeps, beside one that is awake: the time to its first token, with a prompt of
@@ -8,7 +9,10 @@ wake   a request comes for a model that sleeps, beside one that is awake: the ti
        sleep. And how long a model takes to leave: from the request that needs its room until the driver has it.
 zipf   six models (on a CPU four) are asked for as Zipf has it, two requests a second; then the same requests go to the
        two that are asked for most, which is what the others' tokens per second are held against. Writes what was asked
-       to results/standby_trace.csv too, for the policy's simulation.
+       to results/standby_trace.csv too, for the policy's simulation. On a GPU of other `--models` the rows have their
+       number in their names; awake all together they would take `--over-commit` times the device's budget. Models that
+       host memory has no room for start from the page cache. Twenty models are done within ten minutes: up to four
+       until all have been started, three of requests, one of the two alone; the rows of waits come before that one.
 start  a replica from a zygote and from a cold process, weights in the page cache and on the disk, without HTTP:
        until the first token of a prompt of 128 tokens.
 
@@ -43,6 +47,7 @@ from benchmarks.record import RESULTS, record
 from engine.host.agent import replica_command, zygote_modules
 from engine.host.forkserver import ForkserverLauncher
 from engine.host.supervisor import ReplicaLauncher, SubprocessLauncher
+from engine.hostinfo.memory import available_memory_bytes
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol import frames
 from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
@@ -58,17 +63,21 @@ GEOMETRY: Final = "llama-3.1-8b"
 BUILT_IN_FOLDER: Final = Path(__file__).parents[2] / "engine" / "builtin_model"
 TRACE: Final = RESULTS / "standby_trace.csv"
 COPY_BYTES_S: Final = 55e9  # from pinned host memory to an H200, measured
+AWAKE_BYTES: Final = 18_500_000_000  # of a device, that a model takes with KV of 8,192 tokens
+ROOM_FOR_TWO: Final = 46 << 30
+STANDBY_BYTES: Final = 17 << 30  # of host memory, for a model that sleeps
+HOST_KEPT_BYTES: Final = 40 << 30  # of host memory, for processes and the page cache of the weights' files
 PER_SECOND: Final = 2.0
 PROMPT_TOKENS: Final = 128
 PREFIX_TOKENS: Final = 4096
 ANSWER_TOKENS: Final = (16, 48)
+ZIPF_MODELS: Final = 6
 STARTS: Final = 3
 _PREPARED_S: Final = 240.0
 _MOVED_S: Final = 30.0
 _CALM_S: Final = 10.0  # then who is awake has been copied to host memory too
 _ANSWER_S: Final = 60.0
 _STARTED_S: Final = 240.0
-_GIB: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +101,29 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What is served: `settings` is hearth.toml. Without a `vocabulary` of words prompts are English."""
+    """What is served: `settings` is hearth.toml. Without a `vocabulary` of words prompts are English. Host memory has
+    room for `standing` of them."""
 
     names: list[str]
     settings: str
     vocabulary: int | None
+    standing: int
 
 
 # What is served
 
 
-def on_gpu(folder: Path, contexts: Sequence[int]) -> Models:
-    """One model of the geometry for each context, and room for two of 8,192 tokens."""
+def on_gpu(folder: Path, contexts: Sequence[int], over_commit: float | None) -> Models:
+    """One model of the geometry for each context, and room for two of 8,192 tokens, or for a part of them all."""
     names = [f"@cf/bench/m{index}" for index in range(len(contexts))]
-    memory_bytes = len(names) * 17 * _GIB
-    settings = f"[machine]\ndevice_bytes = {46 * _GIB}\nmemory_bytes = {memory_bytes}\n"
+    device_bytes = int(len(names) * AWAKE_BYTES / over_commit) if over_commit else ROOM_FOR_TWO
+    standing = min(len(names), max(6, (available_memory_bytes() - HOST_KEPT_BYTES) // STANDBY_BYTES))
+    say(f"host memory is given to {standing} of {len(names)} models, {device_bytes / 1e9:.1f} GB of the device to all")
+    settings = f"[machine]\ndevice_bytes = {device_bytes}\nmemory_bytes = {standing * STANDBY_BYTES}\n"
     for name, context in zip(names, contexts, strict=True):
         settings += _entry(name, folder) + f"context_tokens = {context}\n"
     settings += f'\n[[models]]\nname = "{BUILT_IN}"\nserve = false\n'
-    return Models(names, settings, json.loads((folder / "config.json").read_text())["vocab_size"])
+    return Models(names, settings, json.loads((folder / "config.json").read_text())["vocab_size"], standing)
 
 
 def on_cpu(folder: Path) -> Models:
@@ -123,7 +136,7 @@ def on_cpu(folder: Path) -> Models:
     for name in names:
         settings += _entry(name, BUILT_IN_FOLDER if name == BUILT_IN else folder)
         settings += f'context_tokens = 512\ndtype = "float32"\nkv_bytes = {16 << 20}\n'
-    return Models(names, settings, None)
+    return Models(names, settings, None, len(names))
 
 
 def _entry(name: str, folder: Path) -> str:
@@ -247,7 +260,9 @@ def hearth(models: Models, device: str) -> Iterator[Hearth]:
         try:
             prepared = {"DEVICE", "MEMORY"}
             running.await_places(
-                lambda seen: all(one.residency in prepared for one in seen.values()), _PREPARED_S, "models are started"
+                lambda seen: sum(one.residency in prepared for one in seen.values()) >= models.standing,
+                _PREPARED_S,
+                "models are started",
             )
             time.sleep(_CALM_S)
             yield running
@@ -405,14 +420,13 @@ def measure_zipf(running: Hearth, device: str, minutes: float, seed: int) -> Non
     failed = [one for one in answers if one.problem]
     for one in failed[:5]:
         say(f"failed at {one.asked.at:.1f} s, {one.asked.model}: {one.problem}")
-    where = "" if device == "cuda" else "-cpu"
-    _row(f"zipf-p95-ttft{where}", _percentile(answers, 95), "s", 0.8 if device == "cuda" else None)
+    usual = len(names) == (ZIPF_MODELS if device == "cuda" else 4)
+    where = ("" if device == "cuda" else "-cpu") + ("" if usual else f"-{len(names)}")
+    _row(f"zipf-p95-ttft{where}", _percentile(answers, 95), "s", 0.8 if device == "cuda" and usual else None)
     _row(f"zipf-p50-ttft{where}", _percentile(answers, 50), "s", None)
     _row(f"zipf-errors{where}", len(failed) / len(answers), "ratio", 0.0)
-    with TRACE.open("w", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(("arrival_s", "model", "tokens"))
-        rows.writerows((one.asked.at, one.asked.model, one.tokens) for one in answers)
+    if usual:
+        _write_trace(answers)
     until = min(60.0, 60 * minutes)
     begun = [request for request in trace if request.at < until]
     two = [Asked(one.at, names[index % 2], one.tokens) for index, one in enumerate(begun)]
@@ -422,6 +436,13 @@ def measure_zipf(running: Hearth, device: str, minutes: float, seed: int) -> Non
     shared = [one for one in answers if one.asked.at < until]
     say(f"{_tokens_per_s(shared):.1f} tokens/s of all models, {_tokens_per_s(alone):.1f} of two alone")
     _row(f"zipf-throughput{where}", _tokens_per_s(shared) / _tokens_per_s(alone), "ratio", 0.8)
+
+
+def _write_trace(answers: Sequence[Answered]) -> None:
+    with TRACE.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(("arrival_s", "model", "tokens"))
+        rows.writerows((one.asked.at, one.asked.model, one.tokens) for one in answers)
 
 
 def _tokens_per_s(answers: Sequence[Answered]) -> float:
@@ -574,6 +595,8 @@ def main() -> None:
     parser.add_argument("--part", choices=("wake", "zipf", "start"), required=True)
     parser.add_argument("--rounds", type=int, default=12, help="of each kind of wake")
     parser.add_argument("--minutes", type=float, default=5.0, help="of requests")
+    parser.add_argument("--models", type=int, default=ZIPF_MODELS, help="of zipf on a GPU")
+    parser.add_argument("--over-commit", type=float, help="of zipf on a GPU: awake models ÷ its budget; else 46 GiB")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / f"hearth-{GEOMETRY}")
     options = parser.parse_args()
@@ -585,8 +608,9 @@ def main() -> None:
         measure_starts(folder, options.device)
         return
     with tempfile.TemporaryDirectory(prefix="hearth-models-") as name:
-        contexts = [8192, 8192, 131072] if options.part == "wake" else [8192] * 6
-        with hearth(on_gpu(folder, contexts) if cuda else on_cpu(Path(name) / "random"), options.device) as running:
+        contexts = [8192, 8192, 131072] if options.part == "wake" else [8192] * options.models
+        models = on_gpu(folder, contexts, options.over_commit) if cuda else on_cpu(Path(name) / "random")
+        with hearth(models, options.device) as running:
             if options.part == "wake":
                 measure_wakes(running, options.device, options.rounds)
             else:

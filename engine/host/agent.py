@@ -111,7 +111,8 @@ class HostAgent:
             try:
                 while not self._stopped():
                     starting = not self._ready or any(supervisor.starting for supervisor in self._supervisors)
-                    for key, _ in self._selector.select(_STARTING_S if starting else self._timeouts.look_s):
+                    look_s = _STARTING_S if starting else self._timeouts.look_s
+                    for key, _ in self._selector.select(self._reconciler.pause_s(self._clock(), look_s)):
                         key.data()
                     self._turn(self._clock())
                     time.sleep(_TURN_S)
@@ -267,9 +268,7 @@ def zygote_modules(spec: MachineSpec) -> list[str]:
 
 
 def main(
-    argv: Sequence[str],
-    command: ReplicaCommand | None = None,
-    timeouts: SupervisionTimeouts | None = None,
+    argv: Sequence[str], command: ReplicaCommand | None = None, timeouts: SupervisionTimeouts | None = None
 ) -> int:
     """Runs the machine that the JSON in argv[0] describes."""
     try:

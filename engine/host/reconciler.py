@@ -67,6 +67,10 @@ class PlacementReconciler:
         for placement in decision.placements:
             self._apply(self.replicas[placement.name], placement, now)
 
+    def pause_s(self, now: float, max_s: float) -> float:
+        """For how long no decision is due by time alone, at most max_s."""
+        return min([max_s, *(at - now for replica in self.replicas.values() if (at := replica.handover_at) > now)])
+
     def conditions(self, now: float) -> list[tuple[object, ...]]:
         """The part of the replicas' state that gateways are to hear at once when it changes."""
         return [replica.condition(now) for replica in self.replicas.values()]

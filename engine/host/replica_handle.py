@@ -10,6 +10,7 @@ from typing import Final
 from engine.host.demand import Demand
 from engine.host.peers import ReplicaPeer
 from engine.host.supervisor import ReplicaSupervisor, SupervisionTimeouts
+from engine.placement.capacity import HANDOVER_S
 from engine.placement.snapshot import Placement, PlacementPreferences, ReplicaSnapshot, TransitionTimes
 from engine.process.supervised import Backoff
 from engine.protocol.frames import PlacementStatus, ReplicaLoad, ReplicaState, SetPlacement
@@ -60,14 +61,9 @@ class ReplicaHandle:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: ModelSpec,
-        supervisor: ReplicaSupervisor,
-        peer: ReplicaPeer,
-        timeouts: SupervisionTimeouts,
-        on_cpu: bool,
-    ) -> None:
+        self, name: str, model: ModelSpec, supervisor: ReplicaSupervisor, peer: ReplicaPeer,
+        timeouts: SupervisionTimeouts, on_cpu: bool,
+    ) -> None:  # fmt: skip
         self.name = name
         self.model = model
         self.supervisor = supervisor
@@ -128,6 +124,13 @@ class ReplicaHandle:
     def has_reported(self) -> bool:
         """Whether a process of it has reported what it needs."""
         return self._sizes is not None
+
+    @property
+    def handover_at(self) -> float:
+        """When another may be ordered to wake after it; never, where it does not wake."""
+        if self.transition is None or self.transition.kind != "wake":
+            return math.inf
+        return self.transition.began_at + self._times.wake_s - HANDOVER_S
 
     def accepts_placement(self, now: float) -> bool:
         """Whether it can be moved: its process is connected, and has not failed to move a moment ago."""
@@ -262,6 +265,7 @@ class ReplicaHandle:
             max_bytes=max(low, high),
             memory_bytes=self.usage.memory_bytes,
             standby_bytes=_UNKNOWN_BYTES if now < self.no_sleep_before else self._standby_bytes,
+            moved_s=0.0 if self.transition is None else now - self.transition.began_at,
             # One that cannot be moved now counts as moving: then others have to.
             resizing=residency is not Residency.DISK and not self.accepts_placement(now),
             waiting=demand.requests + load.waiting,

@@ -2,6 +2,7 @@
 the least cost. It does not know whose turn it is.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +11,7 @@ from engine.protocol.types import Residency
 
 MOVES_PER_MINUTE: Final = 360  # of one device: 180 wakes, with one that leaves for each
 RESIZES_PER_MINUTE: Final = 120
+HANDOVER_S: Final = 0.02  # from an order to wake to the first byte copied: the link would be idle for so long
 
 
 class PlacementCapacity:
@@ -24,7 +26,7 @@ class PlacementCapacity:
         self.host_free_bytes = snapshot.memory_bytes
         self.host_incoming_bytes = 0
         self.starting = [False] * count
-        self.waking = [False] * count
+        self.link_s = [0.0] * count  # until the wakes under way end, as far as they can be expected
         self.placements: dict[str, Placement] = {}
         self.arrivals: list[ReplicaSnapshot] = []
         passed_s = max(0.0, snapshot.now - allowance.at)
@@ -47,7 +49,7 @@ class PlacementCapacity:
         if replica.residency is Residency.DISK and not replica.is_at_rest:
             self.starting[replica.device] = True
         if replica.residency is Residency.MEMORY and replica.toward is Residency.DEVICE:
-            self.waking[replica.device] = True
+            self.link_s[replica.device] += max(HANDOVER_S, replica.times.wake_s - replica.moved_s)
 
     def at_rest(self, device: int, residency: Residency) -> list[ReplicaSnapshot]:
         """Replicas of a device that stay where they are, so far."""
@@ -153,7 +155,7 @@ def begin_arrival(
         capacity.starting[device] = True
         capacity.host_free_bytes -= replica.standby_bytes if standby else 0
     else:
-        capacity.waking[device] = True
+        capacity.link_s[device] = math.inf
     capacity.free_bytes[device] -= replica.lacking_bytes
     capacity.place(Placement(replica.name, residency, device, replica.min_bytes, standby=standby, reason=reason))
     capacity.arrivals.append(replica)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from engine.placement.capacity import (
+    HANDOVER_S,
     PlacementCapacity,
     apply_eviction,
     begin_arrival,
@@ -36,7 +37,8 @@ def decide_placement(snapshot: PlacementSnapshot, allowance: MoveAllowance) -> P
              pinned wants to be there always. First comes the model whose first request came first, with a head start
              of HEAD_START_S for each doubling of its weight × priority, of at most HEAD_STARTS doublings either way: so
              none is passed by one that came more than 2 × HEAD_STARTS × HEAD_START_S = 8 s later, and each model
-             passes once. On its device no other takes the room that it waits for, and one wakes after the other.
+             passes once. On its device no other takes the room that it waits for, and one wakes after the other: it is
+             told HANDOVER_S before the last one is expected to be there, so that the link is never idle.
     Room     KV of those awake shrinks first, down to what they need to serve. Then idle ones sleep, first those of
              which least is expected per byte: requests a second × priority × seconds to be back ÷ bytes. No replica
              leaves that is pinned or came less than its resident_s ago. One that runs leaves where the other has
@@ -184,9 +186,9 @@ def _bring_to_device(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> N
 
 def _may_begin(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) -> bool:
     """Whether a start or wake may begin. Copies to a device share its link: two at once would both end when the second
-    of two in turn does."""
+    of two in turn does. The next wake is ordered while the last one's last layers are copied."""
     wakes = replica.residency is Residency.MEMORY
-    return capacity.allows_moves(device, 1) and not (wakes and capacity.waking[device])
+    return capacity.allows_moves(device, 1) and not (wakes and capacity.link_s[device] > HANDOVER_S)
 
 
 def _may_preempt(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> bool:
@@ -319,8 +321,7 @@ def _room_s(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) 
         and _arrival_order(other) <= _arrival_order(replica)
         and device in candidate_devices(capacity, other)
     ]
-    ahead_s = sum(other.times.sleep_s + other.times.wake_s for other in before)
-    ahead_s += max((other.times.wake_s for other in capacity.snapshot.replicas if _wakes(other, device)), default=0.0)
+    ahead_s = capacity.link_s[device] + sum(other.times.sleep_s + other.times.wake_s for other in before)
     short_bytes = sum(other.lacking_bytes for other in [replica, *before]) - capacity.free_bytes[device]
     if short_bytes <= 0:
         return ahead_s
@@ -333,11 +334,6 @@ def _room_s(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) 
             short_bytes -= other.held_bytes - other.excess_bytes - other.asleep_bytes
             until.append(stays_s + other.times.sleep_s)
     return ahead_s + max(until)
-
-
-def _wakes(replica: ReplicaSnapshot, device: int) -> bool:
-    moving = replica.residency is Residency.MEMORY and replica.toward is Residency.DEVICE
-    return moving and replica.device == device
 
 
 def _stays_s(capacity: PlacementCapacity, replica: ReplicaSnapshot, other: ReplicaSnapshot) -> float:

@@ -49,6 +49,7 @@ class ReplicaSnapshot:
     max_bytes: int  # of the device, that it could use
     memory_bytes: int  # of host memory, that it holds now
     standby_bytes: int  # of host memory, that it holds in MEMORY
+    moved_s: float = 0.0  # since its move began
     resizing: bool = False  # a Placement from DEVICE to DEVICE is not carried out yet
     waiting: int = 0  # requests that wait for its model in gateways, and for it in the replica itself
     weight: float = 1.0  # the largest plan's weight among them

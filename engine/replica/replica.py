@@ -71,16 +71,9 @@ class Replica:
     """Serves a model. `drain` may be called at any time, also from a signal handler; `run` returns the exit status."""
 
     def __init__(
-        self,
-        spec: ReplicaSpec,
-        model: LoadedModel,
-        grammars: StructuredOutputManager,
-        heartbeat: Heartbeat,
-        listener: socket.socket,
-        bounds: ReplicaLimits,
-        orphaned: Callable[[], bool],
-        clock: Callable[[], float],
-    ) -> None:
+        self, spec: ReplicaSpec, model: LoadedModel, grammars: StructuredOutputManager, heartbeat: Heartbeat,
+        listener: socket.socket, bounds: ReplicaLimits, orphaned: Callable[[], bool], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
         """The caller closes the model."""
         limits, paged = model.executor.limits, model.paged
         prefixes = public_prefixes(model, spec.model)

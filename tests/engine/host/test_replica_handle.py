@@ -10,10 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.host.demand import Demand
+from engine.host.demand import Demand, DemandTracker
 from engine.host.peers import ReplicaPeer
+from engine.host.reconciler import PlacementReconciler
 from engine.host.replica_handle import ReplicaHandle
 from engine.host.supervisor import ReplicaSupervisor, SubprocessLauncher, SupervisionTimeouts
+from engine.hostinfo.memory import ByteBudget
+from engine.placement.capacity import HANDOVER_S
 from engine.placement.snapshot import Placement, ReplicaSnapshot
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import (
@@ -26,7 +29,7 @@ from engine.protocol.frames import (
     SetPlacement,
     encode_frame,
 )
-from engine.protocol.specs import ModelSpec, ReplicaSpec
+from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
 from engine.protocol.types import Residency
 from tests.support.machine import short_folder
 
@@ -237,6 +240,28 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(handled: Handle
     )
     handled.now += 1.1
     assert handled.snapshot().is_at_rest
+
+
+def test_a_decision_is_due_a_moment_before_a_wake_is_expected_to_end(handled: HandledReplica) -> None:
+    spec = MachineSpec(name="here", address="", folder="", models=[handled.model])
+    demand = DemandTracker(["m"], 3.0)
+    reconciler = PlacementReconciler(
+        spec, [handled.replica], [], ByteBudget(0), demand, SupervisionTimeouts(), threads=1
+    )
+    handled.start()
+    handled.serve()
+    handled.report(HERE)
+    handled.replica.begin("sleep", Placement("m-0", Residency.MEMORY), handled.now)
+    handled.report(ASLEEP)
+    assert reconciler.pause_s(handled.now, 0.2) == 0.2
+    wake_s = handled.snapshot().times.wake_s
+    handled.replica.begin("wake", Placement("m-0", Residency.DEVICE, 0, 400), handled.now)
+    assert reconciler.pause_s(handled.now, 60.0) == pytest.approx(wake_s - HANDOVER_S)
+    handled.now += wake_s - HANDOVER_S / 2
+    assert handled.snapshot().moved_s == pytest.approx(wake_s - HANDOVER_S / 2)
+    assert reconciler.pause_s(handled.now, 0.2) == 0.2, "it was decided then, and no decision helps before its report"
+    handled.report(HERE)
+    assert (handled.snapshot().moved_s, reconciler.pause_s(handled.now, 0.2)) == (0.0, 0.2)
 
 
 def test_a_new_connection_is_sent_the_placement_that_was_under_way(handled: HandledReplica) -> None:

@@ -6,14 +6,15 @@ import csv
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
-from engine.placement.capacity import MOVES_PER_MINUTE, RESIZES_PER_MINUTE
+from benchmarks.engine import standby as standby_load
+from engine.placement.capacity import HANDOVER_S, MOVES_PER_MINUTE, RESIZES_PER_MINUTE
 from engine.placement.policy import decide_placement
 from engine.placement.snapshot import (
     MoveAllowance,
@@ -28,7 +29,7 @@ from engine.protocol.types import Residency
 DISK, MEMORY, DEVICE = Residency.DISK, Residency.MEMORY, Residency.DEVICE
 GB: Final = 10**9
 _LOOK_S: Final = 0.2
-_RATE_S: Final = 60.0  # requests older than this say nothing of a rate
+_RATE_S: Final = 30.0  # the rate of requests is an average over about so long, as the host's
 _KV_SEQUENCE: Final = GB // 8  # of a device, that a sequence takes
 
 
@@ -41,6 +42,24 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Costs:
+    """What a device takes, in seconds, beside what its models' times say.
+
+    turn        from an event to the orders that it leads to.
+    map         from the order to wake to the first byte copied.
+    first       from the last byte to the first token of a call that waited for it.
+    prompt      to the first token where the model is awake.
+    token       to each other one.
+    """
+
+    turn: float = 0.0
+    map: float = 0.0
+    first: float = 0.02
+    prompt: float = 0.02
+    token: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     name: str
     min_bytes: int = 18 * GB
@@ -48,10 +67,12 @@ class Model:
     preferences: PlacementPreferences = field(default_factory=PlacementPreferences)
     start_s: float = 4.0
     asleep_bytes: int = GB * 7 // 10
+    wake_s: float | None = None
+    sleep_s: float = 0.1
 
     @property
     def times(self) -> TransitionTimes:
-        return TransitionTimes(self.start_s, self.min_bytes / 55e9, 0.1)
+        return TransitionTimes(self.start_s, self.wake_s or self.min_bytes / 55e9, self.sleep_s)
 
 
 def zipf(
@@ -112,10 +133,12 @@ def _poisson(random_: random.Random, per_second: float, seconds: float) -> Itera
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way."""
+    """A request on its way; `held_s` is how long each thing held it before it first started."""
 
     request: Request
     left_s: float
+    first_at: float | None = None
+    held_s: Counter[str] = field(default_factory=Counter)
     runs_since: float | None = None
     done_at: float | None = None
     started_at: float | None = None
@@ -134,10 +157,13 @@ class Replica:
     resizing: bool = False
     placed_at: float | None = None
     evicted_at: float | None = None
-    asked: deque[float] = field(default_factory=deque)
+    asked_at: float | None = None
+    rate: float = 0.0
+    rate_at: float = 0.0
     waiting: deque[Job] = field(default_factory=deque)
     running: list[Job] = field(default_factory=list)
     start_at: float = 0.0  # not before
+    began_at: float = 0.0  # its move
     flight: int = 0  # counts moves and ends, so that what was overtaken is known
 
     @property
@@ -155,15 +181,20 @@ class Replica:
 
 @dataclass(slots=True)
 class Machine:
-    """`fails` says of each move whether the process dies of it."""
+    """`fails` says of each move whether the process dies of it, `copy_s` of each copy of a model's weights how long it
+    takes alone."""
 
     models: Sequence[Model]
     devices: tuple[int, ...]
     memory_bytes: int
     fails: Callable[[], bool] = lambda: False
     bound_s: float = math.inf  # that any request may wait
+    costs: Costs = field(default_factory=Costs)
+    copy_s: Callable[[str, float], float] = lambda _, expected_s: expected_s
     now: float = 0.0
     arrivals: int = 0  # on a device, because somebody waited
+    shared_s: float = 0.0  # in which copies shared a link
+    most_copies: int = 0  # to one device at once
     missed: int = 0  # requests that found their model elsewhere
     moves: list[tuple[float, Replica, Placement]] = field(default_factory=list)
     done: list[Job] = field(default_factory=list)
@@ -171,6 +202,9 @@ class Machine:
     allowance: MoveAllowance = field(default_factory=MoveAllowance)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
+    _deciding: bool = False
+    _copies: dict[str, float] = field(default_factory=dict)  # seconds that each would still take alone, at _copied_at
+    _copied_at: float = 0.0
     _minutes: dict[tuple[int, bool], deque[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -183,9 +217,15 @@ class Machine:
             self._at(request.at, lambda request=request: self._ask(request))  # type: ignore[misc]
         self._look()
         while len(self.done) < len(requests):
-            self.now, _, event = heapq.heappop(self._events)
+            at, _, event = heapq.heappop(self._events)
+            self._hold(at - self.now)
+            self.now = at
             event()
-            self._decide()
+            if not self.costs.turn:
+                self._decide()
+            elif not self._deciding:
+                self._deciding = True
+                self._at(self.now + self.costs.turn, self._decide)
             self.check()
             assert self.now < begin_s + requests[-1].at + 3600, "requests are never served"
 
@@ -201,8 +241,8 @@ class Machine:
     def _ask(self, request: Request) -> None:
         replica = self.replicas[request.model]
         self.missed += replica.residency is not DEVICE or replica.toward is not DEVICE
-        replica.asked.append(self.now)
-        replica.waiting.append(Job(request, 0.02 + request.tokens * 0.005))
+        replica.asked_at = self.now
+        replica.waiting.append(Job(request, self.costs.prompt + request.tokens * self.costs.token))
         self._serve(replica)
 
     def _serve(self, replica: Replica) -> None:
@@ -213,6 +253,9 @@ class Machine:
             job.runs_since = self.now
             if job.started_at is None:
                 job.started_at = self.now
+                job.first_at = self.now + (self.costs.first if replica.placed_at == self.now else self.costs.prompt)
+                replica.rate = self._rate(replica) + 1 / _RATE_S
+                replica.rate_at = self.now
             replica.running.append(job)
             self._at(self.now + job.left_s, lambda job=job, since=self.now: self._finish(replica, job, since))  # type: ignore[misc]
 
@@ -241,27 +284,30 @@ class Machine:
 
     def _resident(self, replica: Replica) -> ReplicaSnapshot:
         model = replica.model
-        while replica.asked and replica.asked[0] < self.now - _RATE_S:
-            replica.asked.popleft()
         return ReplicaSnapshot(
             name=model.name, model=model.name, device=replica.device,
             residency=replica.residency, toward=replica.toward, preferences=model.preferences, times=model.times,
             device_bytes=replica.device_bytes, granted_bytes=replica.granted_bytes, asleep_bytes=model.asleep_bytes,
             min_bytes=model.min_bytes, max_bytes=model.max_bytes,
             memory_bytes=replica.memory_bytes, standby_bytes=model.min_bytes, resizing=replica.resizing,
+            moved_s=self.now - replica.began_at if replica.moving else 0.0,
             waiting=len(replica.waiting),
             weight=max((job.request.weight for job in replica.waiting), default=1.0),
             waited_s=max((self.now - job.request.at for job in replica.waiting), default=0.0),
             running=len(replica.running),
             kv_used=len(replica.running) / max(1, replica.places),
             kv_short=bool(replica.waiting) and len(replica.running) >= replica.places,
-            requested_at=replica.asked[-1] if replica.asked else None,
-            request_rate=len(replica.asked) / _RATE_S,
+            requested_at=self.now if replica.waiting or replica.running else replica.asked_at,
+            request_rate=self._rate(replica),
             placed_at=replica.placed_at, evicted_at=replica.evicted_at,
             startable=self.now >= replica.start_at,
         )  # fmt: skip
 
+    def _rate(self, replica: Replica) -> float:
+        return replica.rate * math.exp((replica.rate_at - self.now) / _RATE_S)
+
     def _decide(self) -> None:
+        self._deciding = False
         decision = decide_placement(self.view(), self.allowance)
         self.allowance = decision.allowance
         for move in decision.placements:
@@ -277,6 +323,7 @@ class Machine:
             return
         self._count_move(replica, move)
         replica.flight += 1
+        replica.began_at = self.now
         flight, residency = replica.flight, replica.residency
         if residency is DEVICE and move.residency is not DEVICE:
             self._check_leave(replica, move)
@@ -298,8 +345,40 @@ class Machine:
         replica.toward = move.residency
         seconds = {DISK: 0.2, MEMORY: model.times.sleep_s, DEVICE: 0.01 if residency is DEVICE else model.times.wake_s}
         takes_s = model.start_s if residency is DISK else seconds[move.residency]
-        arrive = self._die if self.fails() else self._arrive
-        self._at(self.now + takes_s, lambda: arrive(replica, flight))
+        if self.fails():
+            self._at(self.now + takes_s, lambda: self._die(replica, flight))
+        elif residency is MEMORY and move.residency is DEVICE:
+            self._at(self.now + self.costs.map, lambda: self._begin_copy(replica, flight))
+            self._at(self.now + model.times.wake_s - HANDOVER_S + 1e-6, lambda: None)
+        else:
+            self._at(self.now + takes_s, lambda: self._arrive(replica, flight))
+
+    def _begin_copy(self, replica: Replica, flight: int) -> None:
+        """Copies to a device at once share its link."""
+        self._advance_copies()
+        self._copies[replica.model.name] = self.copy_s(replica.model.name, replica.model.times.wake_s - self.costs.map)
+        self.most_copies = max(self.most_copies, self._sharing(replica))
+        self._end_copy(replica, flight)
+
+    def _end_copy(self, replica: Replica, flight: int) -> None:
+        """Ends the copy where nothing is left of it; else looks again when nothing would be, had it the link alone."""
+        self._advance_copies()
+        left_s = self._copies[replica.model.name]
+        if left_s > 1e-9:
+            self._at(self.now + left_s, lambda: self._end_copy(replica, flight))
+        else:
+            del self._copies[replica.model.name]
+            self._arrive(replica, flight)
+
+    def _advance_copies(self) -> None:
+        passed_s, self._copied_at = self.now - self._copied_at, self.now
+        shares = {name: self._sharing(self.replicas[name]) for name in self._copies}
+        self.shared_s += passed_s if max(shares.values(), default=0) > 1 else 0.0
+        for name, sharing in shares.items():
+            self._copies[name] -= passed_s / sharing
+
+    def _sharing(self, replica: Replica) -> int:
+        return sum(self.replicas[name].device == replica.device for name in self._copies)
 
     def _arrive(self, replica: Replica, flight: int) -> None:
         if replica.flight != flight:
@@ -328,6 +407,28 @@ class Machine:
             replica.resizing = replica.standby = False
             replica.device_bytes = replica.granted_bytes = replica.memory_bytes = 0
             replica.placed_at, replica.start_at = None, self.now + 1.0
+
+    # What requests wait for
+
+    def _hold(self, seconds: float) -> None:
+        """Counts what held each request that has not started, since the last event."""
+        for replica in self.replicas.values():
+            for job in replica.waiting:
+                if job.started_at is None:
+                    job.held_s[self._obstacle(replica)] += seconds
+
+    def _obstacle(self, replica: Replica) -> str:
+        """What a replica's requests wait for."""
+        if replica.residency is DEVICE:
+            return "its own sleep" if replica.toward is MEMORY else "its own calls"
+        if replica.toward is DEVICE:
+            return "its own wake"
+        others = [other for other in self.replicas.values() if other.device == replica.device]
+        if any(other.residency is MEMORY and other.toward is DEVICE for other in others):
+            return "another's wake"
+        if any(other.residency is DEVICE and other.toward is MEMORY for other in others):
+            return "another's sleep"
+        return "another's calls" if any(other.running for other in others) else "orders"
 
     # What is promised
 
@@ -404,3 +505,28 @@ def fitting(models: Sequence[Model], count: int) -> int:
     """Bytes of a device on which so many of them are awake beside the others, who sleep."""
     least = sorted((model.min_bytes - model.asleep_bytes for model in models), reverse=True)
     return sum(model.asleep_bytes for model in models) + list(accumulate(least))[count - 1] + GB
+
+
+def standby(seed: int, minutes: float, count: int, device_bytes: int) -> tuple[Machine, list[Request]]:
+    """A machine with one H200, and the requests that benchmarks.engine.standby sends it for `count` models of
+    llama-3.1-8b's geometry. Their weights are 16.06 GB, copied at 54 GB/s; a wake with room takes 0.325 s from call to
+    token, of which 0.028 s are no copy, and a sleep that unmaps some KV too about 0.05 s."""
+    costs = Costs(turn=0.008, map=0.012, first=0.007, prompt=0.018, token=0.0045)
+    models = [
+        Model(
+            f"m{i}", 18_200_000_000, 48 * GB, PlacementPreferences(),
+            asleep_bytes=810_000_000, wake_s=costs.map + 16.06 / 54, sleep_s=0.05,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    machine = Machine(models, (device_bytes,), 1000 * GB, costs=costs)
+    trace = standby_load.zipf([model.name for model in models], 60 * minutes, seed)
+    return machine, [Request(asked.at, asked.model, asked.tokens) for asked in trace]
+
+
+def first_token_waits(jobs: Iterable[Job]) -> list[float]:
+    return sorted(job.first_at - job.request.at for job in jobs if job.first_at is not None)
+
+
+def percentile(in_order: Sequence[float], percent: int) -> float:
+    return in_order[min(len(in_order) - 1, len(in_order) * percent // 100)]
