@@ -1,10 +1,10 @@
 """Which rows the next step has time for where several accounts run. It knows counts and times, not texts or blocks.
 
 How long a step takes is learned from those before it, their masks apart: as much for each unit of work as in the last
-ones. What a step would take beyond its limit is taken from the accounts that have most of it for their weight, and of
-each of these the rows take turns. An account's masks take MASK_PART of the limit in each step on
-average: one that takes longer runs, and what it took too long keeps the account's masked rows out of later steps. An
-account that runs alone is not bounded: nobody waits for it.
+ones, where no costs were measured beyond what a step of few rows takes at least. What a step would take beyond its
+limit is taken from the accounts that have most of it for their weight, and of each of these the rows take turns. An
+account's masks take MASK_PART of the limit in each step on average: one that takes longer runs, and what it took too
+long keeps its masked rows out of later steps. An account that runs alone is not bounded: nobody waits for it.
 """
 
 import math
@@ -18,7 +18,7 @@ from engine.step.cost_model import CostModel
 
 MASK_PART: Final = 0.2  # of the limit, for the masks of one account
 BASE_FACTOR: Final = 2.0  # a step may take so many times as long as one of a single row, if gap_ms is less
-_NEWEST: Final = 0.25  # what the newest step counts for
+_KEPT: Final = 0.75  # of what the steps before count for, when another one lands: those of many rows tell most
 # Where no costs were measured, as on a CPU: in decoding rows' keys. What is wrong with them the next steps put right.
 _ROW_KEYS: Final = 128.0
 _PROMPT_PAIR_KEYS: Final = 0.125
@@ -45,6 +45,7 @@ class StepTime:
         self._bounded = False  # several accounts run
         self._turns = 0  # of rows, counted
         self._unit_us = 0.0  # 0 until a step has landed
+        self._fixed_us = self._work = self._work_us = 0.0  # of a step, whatever its rows; and of the last steps
         self._debts_us: dict[AccountQueue[Sequence], float] = {}  # what masks took too long
 
     @property
@@ -63,12 +64,16 @@ class StepTime:
 
     def observe(self, plan: StepPlan, took_us: float) -> None:
         """Notes that a step took so long, its masks included."""
-        if not self._measured and len(plan.sequences) <= _FEW_ROWS:
+        masks_us = sum(sequence.mask_us for sequence in plan.masked_sequences)
+        few = not self._measured and sum(plan.chunks) <= _FEW_ROWS
+        if few:
             self._base_us = min(self._base_us, took_us)
-        if plan.work:
-            masks_us = sum(sequence.mask_us for sequence in plan.masked_sequences)
-            unit_us = (took_us - min(masks_us, took_us / 2)) / plan.work
-            self._unit_us += (unit_us - self._unit_us) * (_NEWEST if self._unit_us else 1.0)
+        elif not self._measured and self._base_us < math.inf:
+            self._fixed_us = self._base_us
+        if plan.work and not (few and self._fixed_us):
+            rows_us = max(0.0, took_us - min(masks_us, took_us / 2) - self._fixed_us)
+            self._work, self._work_us = _KEPT * self._work + plan.work, _KEPT * self._work_us + rows_us
+            self._unit_us = self._work_us / self._work
 
     def select(self, sequences: list[Sequence], accounts: int) -> list[Sequence]:
         """Returns the sequences that have a row in the next step, where so many accounts run: at least one of these."""
@@ -77,12 +82,13 @@ class StepTime:
             return sequences
         rows = len(sequences)
         if not self._measured and self._unit_us:
-            row_us, key_us = self._row * self._unit_us, self._unit_us
-            self.costs = CostModel(((1, row_us),), key_us, key_us, 0.0, _PROMPT_PAIR_KEYS * key_us, 0.0, 0.0)
+            unit_us = self._unit_us
+            rows_us = tuple((count, self._fixed_us + count * self._row * unit_us) for count in (1, 1 << 16))
+            self.costs = CostModel(rows_us, unit_us, unit_us, 0.0, _PROMPT_PAIR_KEYS * unit_us, 0.0, 0.0)
             rows = sum(self._wanted(sequence) for sequence in sequences)
         keys = sum(sequence.launched for sequence in sequences)
         masks_us = sum(sequence.mask_us for sequence in sequences)
-        step_us = self._unit_us * (self._row * rows + self._key * keys) + masks_us
+        step_us = self._fixed_us + self._unit_us * (self._row * rows + self._key * keys) + masks_us
         limit_us = self.limit_us
         if step_us <= limit_us and masks_us <= MASK_PART * limit_us and not self._debts_us:
             return sequences
@@ -98,7 +104,7 @@ class StepTime:
         needed_us = {
             account: sum(self._row_us(each, self._wanted(each)) for each in own) for account, own in accounts.items()
         }
-        debts_us, left_us = self._debts_us, limit_us
+        debts_us, left_us = self._debts_us, limit_us - self._fixed_us
         self._debts_us, left_weight = {}, sum(account.terms.weight for account in accounts)
         for account in sorted(accounts, key=lambda each: needed_us[each] / each.terms.weight):
             share_us = left_us * account.terms.weight / left_weight

@@ -73,9 +73,7 @@ class TokenBudget:
 
     def recover(self) -> None:
         """Lets the next step be a sixteenth larger: one did fit."""
-        if self.max_rows < self._config.prompt_step_tokens:
-            larger = self.max_rows + max(1, self.max_rows // _RECOVERY)
-            self.max_rows = min(larger, self._config.prompt_step_tokens)
+        self.max_rows = min(self.max_rows + max(1, self.max_rows // _RECOVERY), self._config.prompt_step_tokens)
 
     def observe(self, planned_us: float, took_us: float) -> None:
         """Notes a step planned to take planned_us, which landed took_us after the one that it had waited for."""
@@ -84,7 +82,7 @@ class TokenBudget:
 
     def rows(self, running: Items[Sequence]) -> int:
         """About how many rows a step of these and of prompts beside them may have, without what the prompts read."""
-        decoding = [sequence for sequence in running if sequence.decoding]
+        decoding = [sequence for sequence in running if sequence.pending <= 1]
         high, costs = self._max_step_rows(bool(decoding)), self._config.costs
         low = len(running) + PROMPT_ROWS_MIN
         if costs is None or not decoding or high <= low:
@@ -101,7 +99,7 @@ class TokenBudget:
         prompts = [sequence for sequence in sequences if sequence.pending > 1]
         if not prompts:
             return {}
-        decoding = [sequence for sequence in sequences if sequence.decoding]
+        decoding = [sequence for sequence in sequences if sequence.pending <= 1]
         claims = _Claims(prompts)
         rows = min(self._max_step_rows(bool(decoding)) - len(sequences), claims.requested)
         costs, min_rows, gap_us = self._config.costs, PROMPT_ROWS_MIN, self._gap_us
@@ -130,8 +128,7 @@ class TokenBudget:
         return max(0.0, keys * costs.key_us - self.saved_us)
 
     def _max_step_rows(self, decoding: bool) -> int:
-        config = self._config
-        return min(self.max_rows, config.step_tokens if decoding else config.prompt_step_tokens)
+        return min(self.max_rows, self._config.step_tokens if decoding else self._config.prompt_step_tokens)
 
 
 class _Claims:

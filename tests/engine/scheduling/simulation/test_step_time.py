@@ -26,12 +26,14 @@ COSTS = CostModel(((1, 3000.0), (64, 66_000.0)), 1e-3, 1e-3, 1.0, 1e-3, 0.0, 0.0
 class Timed:
     """A replica of 32 places whose clock goes on with each step's rows and masks; `steps_us` and `masks_us` of each."""
 
-    def __init__(self, step_us: float = STEP_US, costs: CostModel | None = None, depth: int = 1) -> None:
+    def __init__(
+        self, step_us: float = STEP_US, costs: CostModel | None = None, depth: int = 1, row_us: float = ROW_US
+    ) -> None:
         self.simulation = simulation = Simulation(
             blocks=4096, block_tokens=4, step_tokens=256, sequences=32, vocabulary=50, gap_ms=GAP_MS, costs=costs,
             depth=depth,
         )  # fmt: skip
-        self.step_us = step_us
+        self.step_us, self.row_us = step_us, row_us
         self.steps_us: list[float] = []
         self.masks_us: list[float] = []
         self._masks_us = 0.0
@@ -45,7 +47,7 @@ class Timed:
         for _ in range(count):
             self._id += 1
             tokens = [(self._id * 7 + index) % 50 for index in range(prompt)]
-            rule = None if mask_us is None else Rule(2000, forcing=False)
+            rule = None if mask_us is None else Rule(2000)
             heard += self.simulation.submit(
                 self._id, tokens, scope, max_tokens=1200, rule=rule, mask_us=mask_us or NO_MASK
             )
@@ -65,7 +67,7 @@ class Timed:
 
     def _pass_time(self) -> None:
         rows = sum(self.simulation.scheduler.running.inflight[0].chunks)
-        self.steps_us.append(self.step_us + ROW_US * rows + self._masks_us)
+        self.steps_us.append(self.step_us + self.row_us * rows + self._masks_us)
         self.masks_us.append(self._masks_us)
         self.simulation.seconds += self.steps_us[-1] / 1e6
         self._masks_us = 0.0
@@ -193,6 +195,21 @@ def test_a_prompt_beside_others_rows_is_cut_by_what_steps_took() -> None:
     alone.submit(BUSY, prompt=400)
     alone.run(3)
     assert max(alone.steps_us) > 250_000
+
+
+def test_what_a_step_takes_whatever_its_rows_does_not_cut_prompts() -> None:
+    """As the built-in model's steps on a CPU: 3 ms, and 0.08 ms a row; rows taken for 3 ms had cut prompts to 17."""
+    timed = Timed(step_us=3000.0, row_us=80.0)
+    timed.submit(QUIET)
+    timed.run(10)
+    timed.submit(BUSY, prompt=150)
+    timed.run(60)
+    (prompt,) = timed.submit(THIRD, prompt=150)
+    timed.run(1)
+    assert prompt.tokens, "a step of 152 rows takes 15 of the 20 ms"
+    timed.submit(THIRD, 8, prompt=150)
+    timed.run(20)
+    assert max(timed.steps_us) <= 1.15e3 * GAP_MS
 
 
 def test_a_model_whose_single_row_takes_longer_than_the_gap_still_has_more_rows_in_a_step() -> None:
