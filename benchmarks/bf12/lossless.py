@@ -311,7 +311,7 @@ def served(plain: Path, coded: Path) -> standby.Models:
         settings += f'\n[[models]]\nname = "{name}"\nfolder = "{folder}"\ncontext_tokens = {context}\n'
         settings += "price = { input = 0.0, output = 0.0 }\n"
     settings += f'\n[[models]]\nname = "{BUILT_IN}"\nserve = false\n'
-    return standby.Models(names, settings, json.loads((plain / "config.json").read_text())["vocab_size"])
+    return standby.Models(names, settings, json.loads((plain / "config.json").read_text())["vocab_size"], len(names))
 
 
 def measure_wakes(running: standby.Hearth, rounds: int) -> None:

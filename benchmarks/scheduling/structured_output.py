@@ -18,11 +18,13 @@ import statistics
 import sys
 import tempfile
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from engine.scheduling.sequence import GrammarMatcher
 from engine.scheduling.validation import SubmitRejected
 from engine.step.layout import Int32s
 from engine.structured_output.llguidance_backend import open_tokenizer
-from engine.structured_output.manager import StructuredOutputManager
+from engine.structured_output.manager import LarkMatcher, StructuredOutputManager
 from tests.engine.structured_output.texts import EMBER, Judgement, Scribe, compiled, judge
 
 VOCABULARY = 128256
@@ -46,6 +48,7 @@ DRAFTS = ("draft4", "draft6", "draft7", "draft2019-09", "draft2020-12")
 STOP_ID = 1  # of the built-in model
 STEPS, TEXTS, SEEDS = 200, 6, 2
 SEQUENCES, DECODED = 32, 24
+INVOICES, INVOICE_TOKENS = 8, 300
 FIRST_BOUND_MS, LATER_BOUND_MS, COST_BOUND = 50.0, 1.0, 10.0
 
 
@@ -56,6 +59,9 @@ class PeerMatcher:
         self.inner = inner
         self.finished = False
         self.mask_us = 0.0
+
+    def forced(self, tokens: "array[int]") -> list[int]:
+        return []
 
     def accept(self, token: int) -> str:
         if not self.inner.accept_token(token):
@@ -259,6 +265,41 @@ def measure_engine() -> None:
     )
 
 
+def invoice() -> Grammar:
+    """Names that are longer than most values."""
+    text, number, date = {"type": "string", "maxLength": 24}, {"type": "number"}, {"type": "string", "format": "date"}
+    line = _closed(description=text, quantity={"type": "integer"}, unit_price=number, total_amount=number)
+    lines = {"type": "array", "items": line, "minItems": 2, "maxItems": 2}
+    dates = {"issue_date": date, "due_date": date}
+    schema = _closed(invoice_number=text, **dates, line_items=lines, total_amount=number)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def _closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def measure_forced() -> None:
+    """The same number of tokens with and without appending what is forced, in turn."""
+    torch.set_num_threads(1)
+    engine, grammar = BenchEngine(ModelSpec(name="ember", folder=str(EMBER), kv_bytes=256 << 20), "cpu"), invoice()
+    steps, forced, took_ms = {}, 0, dict[bool, list[float]]({True: [], False: []})
+    with contextlib.closing(engine.grammars()) as grammars:
+        for forcing in (True, False) * 5:
+            off = contextlib.nullcontext() if forcing else mock.patch.object(LarkMatcher, "forced", return_value=[])
+            with off, BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
+                for number in range(INVOICES):
+                    session.submit([2, 3, 40 + number], INVOICE_TOKENS, temperature=1.0, grammar=grammar)
+                took_ms[forcing].append(processor_ms(session.run) / INVOICES)
+                load = session.load()
+                steps[forcing], forced = load.steps, max(forced, load.counters.get("forced_tokens", 0))
+    for forcing, name in ((False, "sampled"), (True, "forced tokens appended")):
+        record("grammars", f"{INVOICES} invoices of {INVOICE_TOKENS} tokens, {name}: steps", steps[forcing], "steps")
+        each_ms = statistics.median(took_ms[forcing])
+        record("grammars", f"{INVOICES} invoices of {INVOICE_TOKENS} tokens, {name}: an invoice", each_ms, "ms")
+    record("grammars", "forced tokens of invoices", 100 * forced / INVOICES / INVOICE_TOKENS, "%")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", type=Path)
@@ -269,6 +310,7 @@ def main() -> None:
         sys.path.append(str(options.peer))
         peer_name = "xgrammar 0.2.8"
     measure_engine()
+    measure_forced()
     with large_model() as folder:
         measure_ours(folder)
         if peer_name is not None:

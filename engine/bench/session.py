@@ -12,7 +12,7 @@ import numpy as np
 from engine.bench.vocabulary import write_tokenizer
 from engine.execution.open import open_model
 from engine.execution.step_loop import StepLoop
-from engine.protocol.frames import Submit
+from engine.protocol.frames import ReplicaLoad, Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Grammar, SamplingParams, Scope, ScopeKind
 from engine.replica.open_scheduler import open_scheduler, open_validator
@@ -131,6 +131,14 @@ class BenchSession:
         """How long the host has waited for the device."""
         return self._timed.waited_s
 
+    def load(self) -> ReplicaLoad:
+        return self._scheduler.load(draining=False)
+
+    @property
+    def emitted(self) -> int:
+        """How many tokens there were."""
+        return sum(len(stream.token_s) for stream in self.streams.values())
+
     def submit(
         self,
         tokens: Sequence[int],
@@ -161,8 +169,8 @@ class BenchSession:
         worked = self._loop.turn()
         for progress in self._scheduler.intake.take_outputs().values():
             now = time.perf_counter()
-            for number in progress.ids:
-                self.streams[number].token_s.append(now)
+            for number, count in zip(progress.ids, progress.counts, strict=True):
+                self.streams[number].token_s += [now] * count
             for finish in progress.finished:
                 assert not finish.message, finish.message
                 self.streams[finish.id].over = True

@@ -114,6 +114,7 @@ def _grammar(count: int, engine: BenchEngine, bound: RooflineBound, sizes: Workl
     ]
     sequences = sizes.scaled(count)
     took_ms: dict[bool, list[float]] = {True: [], False: []}
+    each_step: list[float] = []
     with contextlib.closing(engine.grammars()) as grammars:
         for masked in (True, False) * sizes.repeats:
             with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
@@ -124,11 +125,15 @@ def _grammar(count: int, engine: BenchEngine, bound: RooflineBound, sizes: Workl
                         grammar=schemas[schema] if masked else None, account=schema.to_bytes(16, "big"),
                     )  # fmt: skip
                 session.run_until_all_stream()
+                before = session.emitted
                 took_ms[masked].append(session.steps_ms(sizes.steps))
+                if masked:
+                    each_step.append((session.emitted - before) / sizes.steps)
     on_ms, off_ms = statistics.median(took_ms[True]), statistics.median(took_ms[False])
     name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
-    cost = ShapeResult(f"{name}-cost", 100 * (on_ms / off_ms - 1), "%")
-    return [ShapeResult(name, on_ms, "ms", least_ms), ShapeResult(f"{name} off", off_ms, "ms"), cost]
+    results = [ShapeResult(name, on_ms, "ms", least_ms), ShapeResult(f"{name} off", off_ms, "ms")]
+    results.append(ShapeResult(f"{name}-cost", 100 * (on_ms / off_ms - 1), "%"))
+    return [*results, ShapeResult(f"{name}-tokens", statistics.median(each_step) / sequences, "tokens a step")]
 
 
 def _grouped_ms(

@@ -15,7 +15,7 @@ from engine.log import log
 from engine.memory.errors import OutOfDeviceMemory
 from engine.scheduling.intake import Intake
 from engine.scheduling.kv_manager import KVManager
-from engine.scheduling.sequence import GrammarMatcher, SequenceState
+from engine.scheduling.sequence import GrammarMatcher
 from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan
 from engine.step.executor import InflightStep, PagedMemory, RunnerOutput, StepExecutor
 
@@ -134,10 +134,8 @@ class StepLoop:
         assert plan is self._unmasked
         assert self._sample_masked is not None
         self._unmasked = None
-        ended = SequenceState.ENDED
-        matchers = [None if sequence.state == ended else sequence.matcher for sequence in plan.masked_sequences]
         try:
-            self._sample_masked(step, matchers)
+            self._sample_masked(step, plan.matchers)
         except Exception as error:
             self._inflight[0] = (plan, FailedLaunch(error))
             self._land()

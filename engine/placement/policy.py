@@ -267,7 +267,7 @@ def _grant(capacity: PlacementCapacity) -> None:
             for other in capacity.snapshot.replicas
             if other.toward is not Residency.DEVICE and other.name not in placements and other.device in (device, -1)
         ]
-        free_bytes -= max((lacking_bytes for lacking_bytes in lacking if lacking_bytes <= free_bytes), default=0)
+        free_bytes -= max([0, *(lacking_bytes for lacking_bytes in lacking if lacking_bytes <= free_bytes)])
         for index, replica in enumerate(arrivals):
             share = max(0, free_bytes) // (len(arrivals) - index)
             more = min(share, max(0, replica.max_bytes - replica.min_bytes))

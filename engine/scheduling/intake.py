@@ -35,15 +35,23 @@ class EndSequence(Protocol):
 class PendingOutputs:
     """What one owner has not been sent yet: a StepOutputs in the making."""
 
-    ids: list[int] = field(default_factory=list)  # one for each token
+    ids: list[int] = field(default_factory=list)  # one for each sampled token
+    forced: dict[int, int] = field(default_factory=dict)  # how many tokens more came with that of an index
     tokens: "array[int]" = field(default_factory=lambda: array("I"))
     started: list[SequenceStarted] = field(default_factory=list)
     finished: list[SequenceFinished] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     vectors: list[PoolingOutput] = field(default_factory=list)
 
+    def add_forced(self, tokens: "array[int]") -> None:
+        """Adds tokens behind the newest one, of its sequence."""
+        self.tokens.extend(tokens)
+        self.forced[len(self.ids) - 1] = len(tokens)
+
     def build(self) -> StepOutputs:
         counts, tokens = [1] * len(self.ids), self.tokens.tobytes()
+        for index, forced in self.forced.items():
+            counts[index] += forced
         return StepOutputs(self.ids, counts, tokens, self.started, self.finished, self.logprobs, self.vectors)
 
 

@@ -31,12 +31,12 @@ from engine.protocol.types import FinishReason
 from engine.scheduling.admission import PrefillAdmission
 from engine.scheduling.best_effort import BestEffortBudget
 from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue
-from engine.scheduling.intake import Intake
+from engine.scheduling.intake import Intake, PendingOutputs
 from engine.scheduling.kv_manager import KVManager, exceeds_cap
 from engine.scheduling.preemption import victim_for_turn, victim_of_shortage, victim_under_cap
 from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
 from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan, plan_step
 from engine.scheduling.token_budget import SchedulerConfig, TokenBudget
 from engine.step.executor import RunnerOutput
@@ -126,13 +126,14 @@ class Scheduler:
             sequence.finite_samples += row >= 0
             sequence.computed = computed = sequence.computed + chunk
             if sequence.charged_tokens < sequence.prompt_tokens:
-                self._charge(sequence)
+                tokens = sequence.charge_prompt()
+                self._served_tokens += 0 if sequence.background else PROMPT_TOKEN * tokens
             if computed // self._block_tokens > sequence.shared_blocks:
                 self._cache(sequence)
             if row >= 0 and sequence.pooling is not None:
                 assert sampled.vectors_RH is not None, "the runner gives no vectors"
                 self.intake.end_with_vector(sequence, sampled.vectors_RH[row])
-            elif row >= 0:
+            elif row >= 0 and sequence not in plan.unwanted:
                 self._report_token(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         self._waiting.observe(self._served_tokens + GENERATED_TOKEN * len(tokens_R), took_s)
         self._steps += 1
@@ -185,6 +186,7 @@ class Scheduler:
 
         hit_tokens          found by all lookups, those of resumed sequences too.
         cached_tokens       as `SequenceStarted` reports them, once for each prompt.
+        forced_tokens       that a grammar left no choice of, and no step sampled.
         spared_keys         not read, because groups read them once.
         preemptions         those _cap (by a cap of the account), _share (for an account with less) and _background (of
                             background sequences) too.
@@ -216,7 +218,7 @@ class Scheduler:
 
     def _add_best_effort(self, candidates: list[Sequence], sequences: list[Sequence], chunks: list[int]) -> None:
         """Adds the background sequences to a step that it has room for."""
-        ready = [sequence for sequence in candidates if sequence.launched < sequence.block_count * self._block_tokens]
+        ready = [sequence for sequence in candidates if not sequence.lacks_block(self._block_tokens)]
         more = self._best_effort.chunks(sequences, chunks, ready, self._budget.saved_us, self._budget.max_rows)
         sequences += ready[: len(more)]
         chunks += more
@@ -261,7 +263,7 @@ class Scheduler:
             if not self._best_effort_paused:
                 growing += [sequence for sequence in self.running.sequences if sequence.background]
         for sequence in growing:
-            if sequence.launched == sequence.block_count * size and sequence.launchable:
+            while sequence.lacks_block(size):
                 account = sequence.account_queue
                 cap = account.terms.blocks
                 if not kv.available_blocks or (cap is not None and account.running > 1 and account.blocks >= cap):
@@ -365,17 +367,6 @@ class Scheduler:
 
     # Outcome
 
-    def _charge(self, sequence: Sequence) -> None:
-        """Charges its account for what was computed of its prompt, once: not again after a preemption."""
-        charged = min(sequence.computed, sequence.prompt_tokens)
-        tokens = charged - sequence.charged_tokens
-        if tokens > 0:
-            sequence.charged_tokens = charged
-            account = sequence.account_queue
-            account.level += tokens * account.prompt_cost
-            account.pending_tokens -= tokens
-            self._served_tokens += 0 if sequence.background else PROMPT_TOKEN * tokens
-
     def _cache(self, sequence: Sequence) -> None:
         """Lets others find what it has computed; groups change where it reads others' blocks for its own."""
         if self.kv.cache_full_blocks(sequence, in_flight=bool(self.running.inflight)):
@@ -395,16 +386,26 @@ class Scheduler:
         outputs.tokens.append(token)
         if logprobs is not None:
             outputs.logprobs.append(TokenLogprobs(sequence.id, *logprobs))
-        matcher = sequence.matcher
-        problem = "" if matcher is None else matcher.accept(token)
-        if matcher is not None:
-            sequence.account_queue.level += matcher.mask_us * sequence.account_queue.mask_cost
-        if problem:
-            self._end(sequence, FinishReason.GRAMMAR, problem)
-        elif token in sequence.stop_ids or (matcher is not None and matcher.finished):
+        if sequence.matcher is not None:
+            self._follow_grammar(sequence, sequence.matcher, outputs)
+        elif token in sequence.stop_ids:
             self._end(sequence, FinishReason.STOP)
         elif len(sequence.tokens) >= sequence.max_total_tokens:
             self._end(sequence, FinishReason.LENGTH)
+
+    def _follow_grammar(self, sequence: Sequence, matcher: GrammarMatcher, outputs: PendingOutputs) -> None:
+        """Keeps the text to its grammar behind the sampled token, and appends what alone may follow, which one step
+        computes. What a step in flight samples for the sequence is the first of that, and left out."""
+        count, account = len(sequence.tokens), sequence.account_queue
+        ending = sequence.follow_grammar(matcher)
+        if forced := len(sequence.tokens) - count:
+            outputs.add_forced(sequence.tokens[count:])
+            self._counters["forced_tokens"] += forced
+            if sequence.launched == count and sequence.inflight_steps:
+                self.running.inflight[-1].unwanted.add(sequence)
+        account.level += forced * account.generated_cost + matcher.mask_us * account.mask_cost
+        if ending is not None:
+            self._end(sequence, *ending)
 
     def _end_not_finite(self, sequence: Sequence) -> None:
         """Ends a sequence with an error. The blocks that it read are not matched again, except those that the sampled

@@ -11,13 +11,15 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from engine.protocol.types import Pooling, SamplingParams, SchedulingTerms
+from engine.protocol.types import FinishReason, Pooling, SamplingParams, SchedulingTerms
 from engine.scheduling.block_pool import Pages
 from engine.scheduling.fair_queue import AccountQueue
 from engine.step.layout import Int32s
 from prefixcache.namespace import Namespace, RetentionPolicy
 from prefixcache.tree import Lease
 
+Ending = tuple[FinishReason, str]  # why a text ends, and what is wrong with it if something is
+FORCED_MAX: Final = 16  # tokens that are appended at once because nothing else may follow
 DEFAULT_TERMS: Final = SchedulingTerms()
 ANONYMOUS_POLICY: Final = RetentionPolicy(b"")
 
@@ -41,7 +43,11 @@ class GrammarMatcher(Protocol):
     mask_us: float
 
     def accept(self, token: int) -> str:
-        """Takes the token that was sampled for the text. Returns what is wrong where it cannot go on, or nothing."""
+        """Takes the text's next token. Returns what is wrong where it cannot go on, or nothing."""
+
+    def forced(self, tokens: "array[int]") -> list[int]:
+        """At most FORCED_MAX tokens that the text goes on with whatever is sampled, as the tokenizer writes them behind
+        `tokens`, which end in those accepted; they are not accepted by that."""
 
 
 class GrammarCompilation(Protocol):
@@ -119,6 +125,15 @@ class Sequence:
         return self.launched + 1 < self.max_total_tokens
 
     @property
+    def decoding(self) -> bool:
+        """Whether its next token is awaited, with no more to compute before it than what was forced."""
+        return self.pending <= 1 or (self.emitted > 0 and self.pending <= 1 + FORCED_MAX)
+
+    def lacks_block(self, block_tokens: int) -> bool:
+        """Whether its table has no room for what its next step may compute."""
+        return max(len(self.tokens), self.launched + 1) > self.block_count * block_tokens and self.launchable
+
+    @property
     def mask_us(self) -> float:
         """About what its next mask takes."""
         return 0.0 if self.matcher is None else self.matcher.mask_us
@@ -138,6 +153,36 @@ class Sequence:
         return (
             sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
         )
+
+    def charge_prompt(self) -> int:
+        """Charges its account for what was computed of its prompt, once: not again after a preemption. Returns how many
+        tokens that is."""
+        charged = min(self.computed, self.prompt_tokens)
+        tokens = max(0, charged - self.charged_tokens)
+        self.charged_tokens += tokens
+        self.account_queue.level += tokens * self.account_queue.prompt_cost
+        self.account_queue.pending_tokens -= tokens
+        return tokens
+
+    def follow_grammar(self, matcher: GrammarMatcher) -> Ending | None:
+        """Takes in the newest token, and appends those that the grammar leaves no choice of (jump-forward decoding, as
+        SGLang has it), unless logprobs are reported, which only sampling gives. Returns how the text ends, if it does.
+        """
+        ending = self._accept_newest(matcher)
+        if ending is None and self.sampling.logprobs is None:
+            for token in matcher.forced(self.tokens):
+                self.tokens.append(token)
+                if (ending := self._accept_newest(matcher)) is not None:
+                    break
+        return ending
+
+    def _accept_newest(self, matcher: GrammarMatcher) -> Ending | None:
+        token = self.tokens[-1]
+        if problem := matcher.accept(token):
+            return FinishReason.GRAMMAR, problem
+        if token in self.stop_ids or matcher.finished:
+            return FinishReason.STOP, ""
+        return (FinishReason.LENGTH, "") if len(self.tokens) >= self.max_total_tokens else None
 
     def append_pages(self, pages: Items[int]) -> None:
         """Appends pages to the table, which has room for later ones."""

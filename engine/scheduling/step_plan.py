@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
 from engine.step.layout import Int32s, PrefixSegment, SequenceSlice, pack_step
 
 INFLIGHT_STEPS_MAX: Final = 2
@@ -16,7 +16,8 @@ INFLIGHT_STEPS_MAX: Final = 2
 class StepPlan:
     """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; row rows[i] of what is sampled is
     its next token, −1: none is. planned_us: how long the step is to take, 0 where that is not needed; planned_s: when
-    it was planned; work: as StepTime counts it. masked_sequences: the rows that are sampled by masks, in this order."""
+    it was planned; work: as StepTime counts it. masked_sequences: the rows that are sampled by masks, in this order;
+    unwanted: those whose next token was known before this step samples it."""
 
     packed: Int32s
     sequences: list[Sequence]
@@ -26,6 +27,15 @@ class StepPlan:
     planned_s: float
     work: float = 0.0
     masked_sequences: list[Sequence] = field(default_factory=list)
+    unwanted: set[Sequence] = field(default_factory=set)
+
+    @property
+    def matchers(self) -> list[GrammarMatcher | None]:
+        """One for each masked row; None for a row that is not wanted any more."""
+        return [
+            None if sequence.state == SequenceState.ENDED or sequence in self.unwanted else sequence.matcher
+            for sequence in self.masked_sequences
+        ]
 
 
 def plan_step(

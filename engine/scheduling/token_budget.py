@@ -82,7 +82,7 @@ class TokenBudget:
 
     def rows(self, running: Items[Sequence]) -> int:
         """About how many rows a step of these and of prompts beside them may have, without what the prompts read."""
-        decoding = [sequence for sequence in running if sequence.pending <= 1]
+        decoding = [sequence for sequence in running if sequence.decoding]
         high, costs = self._max_step_rows(bool(decoding)), self._config.costs
         low = len(running) + PROMPT_ROWS_MIN
         if costs is None or not decoding or high <= low:
@@ -99,7 +99,7 @@ class TokenBudget:
         prompts = [sequence for sequence in sequences if sequence.pending > 1]
         if not prompts:
             return {}
-        decoding = [sequence for sequence in sequences if sequence.pending <= 1]
+        decoding = [sequence for sequence in sequences if sequence.decoding]
         claims = _Claims(prompts)
         rows = min(self._max_step_rows(bool(decoding)) - len(sequences), claims.requested)
         costs, min_rows, gap_us = self._config.costs, PROMPT_ROWS_MIN, self._gap_us

@@ -12,6 +12,7 @@ import re
 import socket
 import threading
 import time
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 
 from engine.log import log
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import GrammarMatcher
+from engine.scheduling.sequence import FORCED_MAX, GrammarMatcher
 from engine.scheduling.validation import SubmitRejected
 from engine.step.layout import Int32s
 from engine.structured_output.lark_source import to_lark
@@ -40,6 +41,8 @@ PARSERS_MAX: Final = 4  # of one grammar; matchers of one parser share what it l
 PARSERS_S: Final = 0.02  # how long the parsers after the first one may take together
 _FILLERS_MAX: Final = 8  # threads that write the masks of one step
 _DETAIL_MAX: Final = 300  # characters
+_FORCED_BYTES: Final = 4 * FORCED_MAX  # of what is forced: the library encodes them in some 15 us
+_RECENT_TOKENS: Final = 4  # with which the text may form one word
 TOKEN_MS_MAX: Final = 5.0  # of a processor, for a token's mask and for taking the token in: the mean of
 _MEAN_TOKENS: Final = 8  # about so many
 _SLOW_MASKS_S: Final = 0.004  # after masks of a step that took longer those of the next step are timed one by one
@@ -73,12 +76,24 @@ class LarkMatcher:
             return self._take(token)
         began = time.thread_time()
         problem = self._take(token)
-        took_us = 1e6 * (time.thread_time() - began)
-        self.mask_us += took_us
-        self._mean_us += took_us / _MEAN_TOKENS
+        self._note_time(began)
         if not problem and not self.finished and self._mean_us > 1e3 * TOKEN_MS_MAX:
             problem = _COSTLY.format(self._mean_us / 1e3, TOKEN_MS_MAX)
         return problem
+
+    def forced(self, tokens: "array[int]") -> list[int]:
+        began, ids = time.thread_time(), list[int]()
+        if text := self.inner.compute_ff_bytes()[:_FORCED_BYTES]:
+            ids, _ = self._compilation.tokenizer.tokenize_partial(text, recent_tokens=tokens[-_RECENT_TOKENS:].tolist())
+        self._note_time(began)
+        return ids[:FORCED_MAX]
+
+    def _note_time(self, began: float) -> None:
+        """Adds this thread's time since then to that of the last mask."""
+        took_us = 1e6 * (time.thread_time() - began)
+        self.mask_us += took_us
+        if self._timed:
+            self._mean_us += took_us / _MEAN_TOKENS
 
     def write_mask(self, address: int, size: int) -> None:
         """Writes its mask, in any thread, and notes what it takes of this thread's time."""

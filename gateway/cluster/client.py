@@ -119,7 +119,7 @@ class ReplicaConnection(FrameProtocol):
         gained, start = {item.id: list[int]() for item in frame.started}, 0
         for id, count in zip(frame.ids, frame.counts, strict=True):
             if id in special:
-                gained[id] = tokens[start : start + count]
+                gained.setdefault(id, []).extend(tokens[start : start + count])
             start += count
         started = {item.id: item for item in frame.started}
         finished = {item.id: item for item in frame.finished}

@@ -90,7 +90,7 @@ class Sleepers:
     """What a server answers whose models wake as they are asked for; the 12-bit one in 0.7 s, others in 1 s."""
 
     def __init__(self) -> None:
-        self.models = standby.Models(["bf16", "bf12", "large"], "", 100)
+        self.models = standby.Models(["bf16", "bf12", "large"], "", 100, 3)
         self.awake: set[str] = {"bf16", "bf12"}
 
     def once(self, model: str, prompt: str) -> standby.Answered:

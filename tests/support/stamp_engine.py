@@ -402,9 +402,17 @@ class Rule:
     """A grammar of the simulation: a text ends after so many tokens, and what may be next depends on all before it."""
 
     length: int
+    forcing: bool = True  # in places
+
+    def only(self, written: Items[int], vocabulary: int) -> int | None:
+        """The only token that may be next, where there is no choice: runs of up to 5, or of all the text."""
+        forced = (len(written) + self.length) % 9 < self.length % 6 or self.length % 7 == 0
+        return (sum(written) * 7 + len(written)) % vocabulary if forced and self.forcing else None
 
     def allowed(self, written: Items[int], vocabulary: int) -> NDArray[np.uint8]:
-        """Two of any three tokens that follow each other."""
+        """Two of any three tokens that follow each other, or the only one."""
+        if (only := self.only(written, vocabulary)) is not None:
+            return (np.arange(vocabulary) == only).astype(np.uint8)
         return ((np.arange(vocabulary) + sum(written) * 5 + len(written) + self.length) % 3 > 0).astype(np.uint8)
 
 

@@ -36,7 +36,7 @@ def test_constrained_sequences_keep_as_many_flights_in_the_air(depth: int) -> No
     simulation = Simulation(depth=depth)
     in_the_air: list[int] = []
     simulation.meanwhile = lambda: in_the_air.append(len(simulation.scheduler.running.inflight))
-    (entry,) = simulation.submit(1, PROMPT, max_tokens=20, rule=Rule(20))
+    (entry,) = simulation.submit(1, PROMPT, max_tokens=20, rule=Rule(20, forcing=False))
     for _ in range(10):
         simulation.step()
     assert in_the_air == [depth] * 10
@@ -61,7 +61,7 @@ def test_what_ended_in_the_air_still_lands() -> None:
     assert simulation.account.free_blocks == simulation.account.total
 
 
-@pytest.mark.parametrize("rule", [None, Rule(20)])
+@pytest.mark.parametrize("rule", [None, Rule(20, forcing=False)])
 def test_landing_all_gives_every_token_and_launches_nothing(rule: Rule | None) -> None:
     simulation = Simulation(depth=2)
     (entry,) = simulation.submit(1, PROMPT, max_tokens=20, rule=rule)

@@ -296,6 +296,12 @@ def test_one_that_arrives_leaves_the_room_of_the_next() -> None:
     assert only(view(asleep("a", **waits()), asleep("b"), devices=(30 * GB,))).device_bytes == 30 * GB - GB
 
 
+def test_one_that_starts_with_more_than_it_needs_gives_nothing_of_that_to_one_that_wakes() -> None:
+    starts = on_disk("a", toward=MEMORY, device=0, device_bytes=30 * GB, granted_bytes=30 * GB)
+    move = only(view(starts, asleep("b", **waits()), devices=(48 * GB,)))
+    assert (move.name, move.device_bytes) == ("b", 18 * GB)
+
+
 def test_kv_grows_into_what_is_free_and_no_further() -> None:
     move = only(view(awake("a", kv_used=0.9), awake("b"), devices=(40 * GB,)))
     assert (move.name, move.residency) == ("a", DEVICE)

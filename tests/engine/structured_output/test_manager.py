@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import random
 import re
 import time
+from array import array
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import GrammarMatcher
+from engine.scheduling.sequence import FORCED_MAX, GrammarMatcher
 from engine.scheduling.validation import SubmitRejected
 from engine.structured_output import manager as module
+from engine.structured_output.llguidance_backend import open_tokenizer
 from engine.structured_output.manager import (
     CACHED_PER_ACCOUNT_MAX,
     PARSERS_MAX,
@@ -86,6 +89,61 @@ def test_random_texts_always_match_their_grammars_whatever_their_company(scribe:
             assert CHECKED[row % 3][2](text), text
         alone = scribe.write([compilations[0].new_matcher(STOPS)], seed, temperature=(seed % 2) * 0.8)
         assert alone[0] == texts[0]
+
+
+def test_what_is_forced_is_all_that_masks_allow(scribe: Scribe) -> None:
+    """Along random texts: each allowed token begins what is forced, or goes on behind it; no text may end there."""
+    forced_tokens = 0
+    for seed in range(12):
+        kind, source, _ = CHECKED[seed % 3]
+        matcher, dice = compiled(scribe.grammars, source, kind).new_matcher(STOPS), random.Random(seed)
+        written = array("I", [PAD])
+        while not matcher.finished and len(written) < 80:
+            choice, forced = allowed(scribe.grammars, matcher), matcher.forced(written)
+            text = b"".join(scribe.bytes[token] for token in forced)
+            forced_tokens += len(forced)
+            if forced:
+                assert len(forced) <= FORCED_MAX
+                assert END not in choice
+                for token in choice:
+                    spelled = scribe.bytes[token]
+                    assert text.startswith(spelled) or spelled.startswith(text), (text, spelled)
+            for token in forced or [dice.choice(sorted(choice))]:
+                assert matcher.accept(token) == ""
+                written.append(token)
+    assert forced_tokens > 100
+
+
+def test_forced_tokens_are_those_of_the_text_as_the_tokenizer_writes_it(grammars: StructuredOutputManager) -> None:
+    tokenizer = open_tokenizer(EMBER)
+    fields = ("first_name", "last_name", "postal_address")
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in fields}, "required": list(fields)}
+    wanted = array("I", tokenizer.tokenize_str(json.dumps(dict.fromkeys(fields, "Ada Lovelace"))))
+    compilation = compiled(grammars, json.dumps({**schema, "additionalProperties": False}))
+    matcher, at, forced_tokens = compilation.new_matcher(STOPS), 0, 0
+    while at < len(wanted):
+        forced = matcher.forced(wanted[:at])
+        assert forced == wanted[at : at + len(forced)].tolist()
+        forced_tokens += len(forced)
+        for token in forced or [wanted[at]]:
+            assert matcher.accept(token) == ""
+        at += max(1, len(forced))
+    assert forced_tokens >= len(wanted) // 4
+
+
+def test_a_long_constant_is_forced_a_little_at_a_time_and_charged(grammars: StructuredOutputManager) -> None:
+    text = "lorem ipsum dolor " * 600
+    matcher, written = matcher_of(grammars, f'start: "{text}"'), array("I")
+    allowed(grammars, matcher)
+    while not matcher.finished:
+        before_us = matcher.mask_us
+        forced = matcher.forced(written)
+        assert matcher.mask_us > before_us
+        assert len(forced) <= FORCED_MAX
+        for token in forced or sorted(allowed(grammars, matcher))[-1:]:
+            assert matcher.accept(token) == ""
+            written.append(token)
+    assert open_tokenizer(EMBER).decode_str(list(written)) == text
 
 
 def test_unsupported_parts_are_refused_by_name(grammars: StructuredOutputManager) -> None:

@@ -71,13 +71,15 @@ def test_what_begins_or_ends_in_a_step_is_woken_before_what_goes_on(tmp_path: Pa
                 tasks = [group.create_task(follow(index)) for index in range(3)]
                 await until(lambda: len(stub.submits) == 3)
                 goes_on, ends, begins = (submitted.id for submitted in stub.submits)
-                tokens = pack_token_ids([1, 2, 3, 4])
+                tokens = pack_token_ids([1, 2, 4, 3])
                 started, finish = (
                     [frames.SequenceStarted(begins, 0, 1.0)],
                     [frames.SequenceFinished(ends, FinishReason.LENGTH, 2)],
                 )
                 (connection,) = stub.replicas[0].connections
-                connection.send(frames.StepOutputs([goes_on, ends, begins], [1, 2, 1], tokens, started, finish))
+                connection.send(
+                    frames.StepOutputs([goes_on, ends, begins, ends], [1, 1, 1, 1], tokens, started, finish)
+                )
             assert woken == [2, 1, 0]
             assert [task.result().tokens for task in tasks] == [[1], [2, 3], [4]]
             assert [task.result().finish for task in tasks] == [None, finish[0], None]

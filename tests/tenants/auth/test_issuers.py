@@ -38,6 +38,12 @@ async def server(tmp_path: Path) -> AsyncIterator[JwksServer]:
         yield serving
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issuers, files too, may take as long as a busy machine needs."""
+    monkeypatch.setattr(jwks, "FETCH_S", 60.0)
+
+
 @pytest.fixture
 def world(clock: DayClock, tmp_path: Path, server: JwksServer) -> World:
     return World(clock(), f"https://localhost:{server.port}", str(tmp_path / "ca.pem"))
@@ -60,9 +66,7 @@ async def fetching(issuers: JwtVerifier) -> AsyncIterator[JwtVerifier]:
 
 
 @pytest.fixture
-async def issuers(world: World, clock: DayClock, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JwtVerifier]:
-    """With issuers that may take as long as a busy machine needs."""
-    monkeypatch.setattr(jwks, "FETCH_S", 60.0)
+async def issuers(world: World, clock: DayClock) -> AsyncIterator[JwtVerifier]:
     async with fetching(JwtVerifier(world.settings, clock)) as found:
         yield found
 

@@ -22,7 +22,7 @@ from engine.scheduling.best_effort import IDLE_STEP_ROWS, STEP_SLACK
 from engine.scheduling.block_pool import BlockPool, WakeExtents, blocks_of
 from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
-from engine.scheduling.sequence import DEFAULT_TERMS, GrammarMatcher, Sequence, SequenceState
+from engine.scheduling.sequence import DEFAULT_TERMS, FORCED_MAX, GrammarMatcher, Sequence, SequenceState
 from engine.scheduling.step_plan import StepPlan
 from engine.scheduling.token_budget import SchedulerConfig
 from engine.scheduling.validation import RequestValidator, SubmitRejected
@@ -87,6 +87,17 @@ class RuleMatcher:
         self.written.append(token)
         self.finished = len(self.written) >= self.rule.length
         return ""
+
+    def forced(self, tokens: "array[int]") -> list[int]:
+        count = len(self.written)
+        assert tokens[len(tokens) - count :].tolist() == self.written
+        ahead = list(self.written)
+        while len(ahead) < min(self.rule.length, count + FORCED_MAX):
+            only = self.rule.only(ahead, self.vocabulary)
+            if only is None:
+                break
+            ahead.append(only)
+        return ahead[count:]
 
 
 @dataclass(slots=True, eq=False)
@@ -723,7 +734,7 @@ class Chaos:
                 stop_ids=[1] if pick.random() < 0.2 else [],
                 terms=terms,
                 deadline_ms=pick.choice(self.deadlines_ms),
-                rule=Rule(pick.randint(1, 14)) if pick.random() < self.ruled else None,
+                rule=Rule(pick.randint(1, 24)) if pick.random() < self.ruled else None,
                 compiles=pick.random() < 0.95,
                 compiling_s=pick.choice([0, 0, 1, 5, 30]),
                 mask_us=pick.choice([lambda written: 0.0, lambda written: 1e6, lambda written: 3e5 * written]),

@@ -47,7 +47,7 @@ class Timed:
         for _ in range(count):
             self._id += 1
             tokens = [(self._id * 7 + index) % 50 for index in range(prompt)]
-            rule = None if mask_us is None else Rule(2000)
+            rule = None if mask_us is None else Rule(2000, forcing=False)
             heard += self.simulation.submit(
                 self._id, tokens, scope, max_tokens=1200, rule=rule, mask_us=mask_us or NO_MASK
             )
