@@ -65,8 +65,7 @@ class StepTime:
     def observe(self, plan: StepPlan, took_us: float) -> None:
         """Notes that a step took so long, its masks included."""
         masks_us = sum(sequence.mask_us for sequence in plan.masked_sequences)
-        few = not self._measured and sum(plan.chunks) <= _FEW_ROWS
-        if few:
+        if few := (not self._measured and sum(plan.chunks) <= _FEW_ROWS):
             self._base_us = min(self._base_us, took_us)
         elif not self._measured and self._base_us < math.inf:
             self._fixed_us = self._base_us
@@ -81,8 +80,7 @@ class StepTime:
         if not self._bounded:
             return sequences
         rows = len(sequences)
-        if not self._measured and self._unit_us:
-            unit_us = self._unit_us
+        if not self._measured and (unit_us := self._unit_us):
             rows_us = tuple((count, self._fixed_us + count * self._row * unit_us) for count in (1, 1 << 16))
             self.costs = CostModel(rows_us, unit_us, unit_us, 0.0, _PROMPT_PAIR_KEYS * unit_us, 0.0, 0.0)
             rows = sum(self._wanted(sequence) for sequence in sequences)

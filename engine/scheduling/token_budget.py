@@ -124,8 +124,7 @@ class TokenBudget:
 
     def _decoding_us(self, decoding: Items[Sequence], costs: CostModel) -> float:
         """What decoding sequences read."""
-        keys = sum(sequence.launched + 1 for sequence in decoding)
-        return max(0.0, keys * costs.key_us - self.saved_us)
+        return max(0.0, sum(sequence.launched + 1 for sequence in decoding) * costs.key_us - self.saved_us)
 
     def _max_step_rows(self, decoding: bool) -> int:
         return min(self.max_rows, self._config.step_tokens if decoding else self._config.prompt_step_tokens)
