@@ -20,6 +20,7 @@ from gateway.http.routes import Handler
 from gateway.inference.lifecycle import InferenceCall
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, Unauthenticated
+from tenants.auth.issuers import IssuerUnavailable
 from tenants.limits.quota import Quota
 from tenants.limits.reservation import Overdrawn
 from tenants.records.grants import Permission
@@ -57,6 +58,8 @@ class OpenRequestChecks:
             caller = await look_up()
         except (Unauthenticated, AccountSuspended) as ended:
             raise _ended_error(ended) from None
+        except IssuerUnavailable:
+            raise errors.issuer_unavailable() from None
         _check_rights(caller, exchange)
         check_model(self._region, self._calendar(), caller, model, model.name)
         return caller

@@ -122,7 +122,7 @@ class BatchApi:
         if not await self.batches.begin(batch):
             raise errors.too_many_batches()
         cipher = self.encryption.cipher(batch.account_id, batch.id)
-        rights = (caller.grant, caller.expires_at) if is_jwt_id(caller.token_id) else ()
+        rights = (caller.grant, caller.expires_at, caller.key_id) if is_jwt_id(caller.token_id) else ()
         origin = BatchOrigin(exchange.client.address, *rights)
         for first in range(0, batch.items, _SLICE):
             slice_ = read[first : first + _SLICE]

@@ -17,12 +17,13 @@ _NONCE_BYTES: Final = 12
 
 
 class BatchOrigin(msgspec.Struct, frozen=True, array_like=True):
-    """The address that a batch came from, and the rights of its JWT, which no store has: they end at `expires_at`.
-    `grant` is None for an ApiToken's."""
+    """The address that a batch came from, and of its JWT, which no store has, the rights, until when they hold, and the
+    key that signed it. `grant` is None for an ApiToken's."""
 
     address: str
     grant: Grant | None = None
     expires_at: int | None = None
+    key_id: str = ""
 
 
 class StoredRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -178,7 +178,7 @@ class BatchWorker:
     async def _caller(self, account_id: str, token_id: str, origin: BatchOrigin | None) -> Caller:
         """The sender of a batch, as it is now. Raises UnknownToken, AccountSuspended and StoreUnavailable."""
         if origin is not None:
-            return await self._accounts.caller_of(account_id, token_id, origin.grant, origin.expires_at)
+            return await self._accounts.caller_of(account_id, token_id, origin.grant, origin.expires_at, origin.key_id)
         caller = await self._accounts.caller_of(account_id, token_id)
         return replace(caller, grant=structs.replace(caller.grant, networks=()))  # nobody knows where it came from
 

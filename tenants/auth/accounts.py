@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from msgspec import structs
@@ -84,12 +84,18 @@ class AccountService:
         return seen.caller
 
     async def caller_of(
-        self, account_id: str, token_id: str, grant: Grant | None = None, expires_at: int | None = None
-    ) -> Caller:
-        """The caller of work that was accepted earlier and runs now. A JWT, which is in no store, has `grant` and
-        `expires_at` as they were then. Raises UnknownToken where the account is gone, or the credential was revoked or
-        has expired since; AccountSuspended; and StoreUnavailable."""
+        self, account_id: str, token_id: str, grant: Grant | None = None, expires_at: int | None = None,
+        key_id: str = "",
+    ) -> Caller:  # fmt: skip
+        """The caller of work that was accepted earlier and runs now. A JWT, which is in no store, has what Caller says
+        of it as it was then. Raises UnknownToken where the account is gone, or the credential was revoked, has expired,
+        or lost its key since; AccountSuspended; IssuerUnavailable and StoreUnavailable."""
         if is_jwt_id(token_id):
+            if key_id and self._issuers is not None:
+                try:
+                    await self._issuers.check_key(token_id, key_id)
+                except InvalidJwt as refused:
+                    raise UnknownToken(f"the JWT is refused: {refused}") from None
             account = await self._store.accounts.get(account_id)
             if account is None:
                 raise UnknownToken(f"there is no account {account_id}")
@@ -121,14 +127,15 @@ class AccountService:
 
     async def _look_up_jwt(self, issuers: JwtVerifier, credential: str) -> _Verified:
         try:
-            token = await issuers.verify(credential)
+            proven = await issuers.verify(credential)
         except InvalidJwt as refused:
             raise UnknownToken(f"the JWT is refused: {refused}") from None
-        asked_at = self._clock()
+        token, asked_at = proven.token, self._clock()
         account = await self._store.accounts.get(token.account_id)
         if account is None:
             raise UnknownToken(f"the JWT is refused: there is no account {token.account_id}")
-        return _Verified(await self._caller(account, token), token, None, asked_at)
+        caller = replace(await self._caller(account, token), key_id=proven.kid)
+        return _Verified(caller, token, None, asked_at)
 
     async def _caller(self, account: Account, token: ApiToken) -> Caller:
         scopes = await self._shared_scope(account), self.scope(account.id)

@@ -14,6 +14,7 @@ class Caller:
     limits          those of its account; `token_limits` are the token's own.
     scope           16 bytes that separate the prefix caches which it may share from all others.
     account_scope   the scope of its account alone, whatever it shares.
+    key_id          of the key that signed its JWT; "" for an ApiToken.
     """
 
     account: Account
@@ -24,3 +25,4 @@ class Caller:
     token_limits: Limits = NO_LIMITS
     scope: bytes = b""
     account_scope: bytes = b""
+    key_id: str = ""

@@ -112,7 +112,9 @@ class _Claims(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class _Proven:
+class ProvenJwt:
+    """The account and rights of a JWT, as a token that no store has, and the key that signed it."""
+
     token: ApiToken
     keys: "JwksCache"
     kid: str
@@ -124,7 +126,7 @@ class JwtVerifier:
 
     def __init__(self, issuers: Sequence[Issuer], clock: Clock = time.time) -> None:
         self._clock = clock
-        self._proven: OrderedDict[bytes, _Proven] = OrderedDict()
+        self._proven: OrderedDict[bytes, ProvenJwt] = OrderedDict()
         self._logged: set[tuple[str, str]] = set()
         self._by_iss = {issuer.issuer: (issuer, keys_of(issuer)) for issuer in issuers}
         assert len(self._by_iss) == len(issuers), "two issuers have the same `iss`"
@@ -134,9 +136,9 @@ class JwtVerifier:
             for _, keys in self._by_iss.values():
                 group.create_task(keys.run())
 
-    async def verify(self, text: str) -> ApiToken:
-        """The account and rights of a JWT, as a token that no store has; its id is the same for all JWTs of one issuer
-        and subject. Raises InvalidJwt or IssuerUnavailable. Costs one hash for a text that was accepted before."""
+    async def verify(self, text: str) -> ProvenJwt:
+        """Proves a JWT; the id of its token is the same for all JWTs of one issuer and subject. Raises InvalidJwt or
+        IssuerUnavailable. Costs one hash for a text that was accepted before."""
         digest = hashlib.sha256(text.encode()).digest()
         proven = self._proven.get(digest)
         if proven is None or (proven.keys.known or {}).get(proven.kid) is not proven.key:
@@ -144,15 +146,24 @@ class JwtVerifier:
         if self._clock() >= (proven.token.expires_at or 0):
             raise InvalidJwt("it has expired")
         self._remember(digest, proven)
-        return proven.token
+        return proven
 
-    def _remember(self, digest: bytes, proven: _Proven) -> None:
+    async def check_key(self, token_id: str, kid: str) -> None:
+        """Raises InvalidJwt where the JWTs that such a key signed are refused by now, or IssuerUnavailable."""
+        name = token_id.removeprefix(_JWT_ID).partition(":")[0]
+        for issuer, keys in self._by_iss.values():
+            if issuer.name == name:
+                await _key_of(issuer, keys, kid)
+                return
+        raise InvalidJwt("its issuer is none of this server any more")
+
+    def _remember(self, digest: bytes, proven: ProvenJwt) -> None:
         self._proven[digest] = proven
         self._proven.move_to_end(digest)
         if len(self._proven) > PROVEN_MAX:
             self._proven.popitem(last=False)
 
-    async def _prove(self, text: str) -> _Proven:
+    async def _prove(self, text: str) -> ProvenJwt:
         jwt = read_jwt(text)
         iss = jwt.claims.get("iss")
         issuer, keys = self._by_iss.get(iss, (None, None)) if isinstance(iss, str) else (None, None)
@@ -160,15 +171,11 @@ class JwtVerifier:
             raise InvalidJwt("its 'iss' is no issuer's of this server")
         if jwt.algorithm != issuer.algorithm:
             raise InvalidJwt("its 'alg' is not its issuer's")
-        key = await keys.key(jwt.kid)
-        if keys.known is None:
-            raise IssuerUnavailable(f"the keys of issuer {issuer.name} could not be fetched yet: {keys.problem}")
-        if key is None:
-            raise InvalidJwt("its 'kid' is none of its issuer's keys")
+        key = await _key_of(issuer, keys, jwt.kid)
         if not keys.signed(text, key):
             raise InvalidJwt("its signature is not that key's")
         try:
-            return _Proven(token_of(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
+            return ProvenJwt(token_of(issuer, jwt.claims, self._clock()), keys, jwt.kid, key)
         except InvalidJwt as refused:
             self._log_once(issuer.name, str(refused)[:REASON_MAX])
             raise
@@ -178,6 +185,15 @@ class JwtVerifier:
         if (issuer, reason) not in self._logged and len(self._logged) < LOGGED_MAX:
             self._logged.add((issuer, reason))
             log.warning("jwt_refused", extra={"fields": {"issuer": issuer, "reason": reason}})
+
+
+async def _key_of(issuer: Issuer, keys: "JwksCache", kid: str) -> "PublicKey":
+    key = await keys.key(kid)
+    if keys.known is None:
+        raise IssuerUnavailable(f"the keys of issuer {issuer.name} could not be fetched yet: {keys.problem}")
+    if key is None:
+        raise InvalidJwt("its 'kid' is none of its issuer's keys")
+    return key
 
 
 def keys_of(issuer: Issuer) -> "JwksCache":

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import pytest
 from gateway import open_requests
 from gateway.batch import worker
 from tenants.auth import jwks
+from tenants.auth.issuers import IssuerUnavailable
 from tenants.records.accounts import Account
 from tenants.records.limits import Limits
 from tenants.store.protocol import StoreUnavailable
@@ -176,10 +177,23 @@ async def test_a_jwts_expiry_ends_its_stream_while_the_store_is_away(
         assert (error["errors"][0]["code"], done) == (10000, "[DONE]")
 
 
+def let_it_expire(setting: Setting) -> None:
+    setting.gateway.clock.offset_s += 601
+
+
+def withdraw_its_key(setting: Setting) -> None:
+    documents = setting.keys.documents
+    documents["/EdDSA"] = {"keys": [{**key, "kid": "another"} for key in documents["/EdDSA"]["keys"]]}
+
+
+@pytest.mark.parametrize("end", [let_it_expire, withdraw_its_key])
 @looped
-async def test_a_batch_has_its_jwts_rights_and_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_has_its_jwts_rights_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Setting], None]
+) -> None:
     for name in ("CHECK_S", "LOOK_S"):
         monkeypatch.setattr(worker, name, 0.05)
+    monkeypatch.setattr(jwks, "REFRESH_S", 0.05)
     async with trusting(tmp_path) as setting:
         gateway = setting.gateway
         gateway.behaviour.step_s = 0.05
@@ -191,10 +205,34 @@ async def test_a_batch_has_its_jwts_rights_and_ends_with_it(tmp_path: Path, monk
         (claimed,) = gateway.app._batches._claimed.values()
         assert claimed.request is not None
         assert claimed.request.caller.grant.models == ("@cf/test/*",)
-        gateway.clock.offset_s += 601
+        end(setting)
 
         assert reasons(await closed(gateway, batch_id)) == [10000]
         assert not gateway.fleet.running
+
+
+@looped
+async def test_a_batch_waits_for_the_keys_of_its_jwts_issuer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that has not fetched them yet claims it, puts it back, and runs it once it knows them."""
+    monkeypatch.setattr(worker, "LOOK_S", 0.05)
+    async with trusting(tmp_path) as setting:
+        gateway, verifier = setting.gateway, setting.gateway.accounts._issuers
+        assert verifier is not None
+        proven, tried = verifier.check_key, list[str]()
+
+        async def not_fetched(token_id: str, kid: str) -> None:
+            tried.append(kid)
+            raise IssuerUnavailable("not fetched yet")
+
+        monkeypatch.setattr(verifier, "check_key", not_fetched)
+        answer = await gateway.call(
+            f"{gateway.run_path}?queueRequest=true", {"requests": [HELLO]}, authorization=setting.bearer()
+        )
+        batch_id = answer.json["result"]["request_id"]
+        await until(lambda: len(tried) > 1)
+        assert not gateway.app._batches._context.store_health.down
+        monkeypatch.setattr(verifier, "check_key", proven)
+        assert (await closed(gateway, batch_id))["responses"][0]["success"]
 
 
 @looped

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ async def test_an_attack_is_refused_for_its_own_reason(attack: Attack, clock: Da
         with pytest.raises(InvalidJwt, match=re.escape(attack.reason)):
             await issuers.verify(attack.make(world))
         for algorithm in ALGORITHMS:
-            assert (await issuers.verify(world.jwt(algorithm))).account_id == ACCOUNT, "the table proves nothing"
+            assert (await issuers.verify(world.jwt(algorithm))).token.account_id == ACCOUNT, "the table proves nothing"
 
 
 async def test_no_attack_opens_an_account(
@@ -102,6 +103,16 @@ async def test_no_attack_opens_an_account(
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 60
     with capsys.disabled():
         print(f"\n{len(ATTACKS)} JWT attacks: {len(accepted)} accepted")
+
+
+async def test_a_credential_of_earlier_holds_as_long_as_its_key(world: World, known: AccountService) -> None:
+    caller = await known.verify(world.jwt())
+    of_earlier = (ACCOUNT, caller.token_id, caller.grant, caller.expires_at)
+    assert await known.caller_of(*of_earlier, caller.key_id) == replace(caller, key_id="")
+    for token_id, key_id in ((caller.token_id, "withdrawn"), ("jwt:gone:ann", caller.key_id)):
+        with pytest.raises(UnknownToken, match="refused"):
+            await known.caller_of(ACCOUNT, token_id, caller.grant, caller.expires_at, key_id)
+    assert await known.caller_of(*of_earlier) == replace(caller, key_id="")  # one that was stored without its key
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -143,14 +154,14 @@ async def test_an_api_token_is_taken_beside(known: AccountService) -> None:
 async def test_claims_say_what_it_may_do(
     claims: dict[str, Any], grant: Grant, world: World, issuers: JwtVerifier
 ) -> None:
-    assert (await issuers.verify(world.jwt(**claims))).grant == grant
+    assert (await issuers.verify(world.jwt(**claims))).token.grant == grant
 
 
 async def test_only_an_issuer_that_is_told_so_gives_the_operators_permission(
     world: World, issuers: JwtVerifier
 ) -> None:
     """The issuer `mapped` may, as its settings say; all others may not, as the attacks show."""
-    proof = await issuers.verify(mapped(world, team="red", scope="operator"))
+    proof = (await issuers.verify(mapped(world, team="red", scope="operator"))).token
     assert proof.account_id == ACCOUNT
     assert proof.grant == Grant((Permission.OPERATOR,))
 
@@ -171,7 +182,7 @@ async def test_what_issuers_do_differently_is_taken(
     changes: dict[str, Any], world: World, issuers: JwtVerifier
 ) -> None:
     times = {name: world.now + changes[name] for name in ("exp", "iat", "nbf") if name in changes}
-    assert (await issuers.verify(world.jwt(**{**changes, **times}))).account_id == ACCOUNT
+    assert (await issuers.verify(world.jwt(**{**changes, **times}))).token.account_id == ACCOUNT
 
 
 @pytest.mark.parametrize("typ", ["JWT", "jwt", "at+jwt", "application/at+JWT"])
@@ -194,12 +205,12 @@ async def test_types_of_access_tokens_are_taken(typ: str, world: World, issuers:
 async def test_a_token_id_is_short_and_one_subjects_alone(
     subject: str, shown: str, world: World, issuers: JwtVerifier
 ) -> None:
-    token_id = (await issuers.verify(world.jwt(sub=subject))).id
+    token_id = (await issuers.verify(world.jwt(sub=subject))).token.id
     assert len(token_id) <= 64
     assert token_id.isprintable()
     assert token_id == shown if "#" not in shown else re.fullmatch(f"{shown}[0-9a-f]{{32}}", token_id)
-    assert token_id == (await issuers.verify(world.jwt(sub=subject, jti="2"))).id
-    assert token_id != (await issuers.verify(world.jwt(sub=token_id.rpartition(":")[2][:54] + "x"))).id
+    assert token_id == (await issuers.verify(world.jwt(sub=subject, jti="2"))).token.id
+    assert token_id != (await issuers.verify(world.jwt(sub=token_id.rpartition(":")[2][:54] + "x"))).token.id
 
 
 async def test_a_jwt_ends_when_it_expires(world: World, known: AccountService, clock: DayClock) -> None:
@@ -382,5 +393,5 @@ def test_http_is_for_loopback(url: str) -> None:
 
 async def test_keys_may_be_given_in_a_file(world: World, clock: DayClock, tmp_path: Path) -> None:
     async with fetching(JwtVerifier([filed(world.settings[0], tmp_path)], clock)) as issuers:
-        proof = await issuers.verify(world.jwt())
+        proof = (await issuers.verify(world.jwt())).token
     assert proof == ApiToken("jwt:eddsa:ann", ACCOUNT, "jwt:eddsa:ann", world.now - 10, world.now + 600)
