@@ -324,7 +324,7 @@ def ratchets() -> list[Ratchet]:
 
 # Each is where the house stands or where it is to stay; lines are to come down to 48,000.
 BOUNDS: Final = {
-    "lines": 53_181,
+    "lines": 53_177,
     "file": 450,
     "function": 60,
     "fan_out": 15,

@@ -88,8 +88,8 @@ class Scheduler:
             return None
         self._end_stale()
         sequences = [sequence for sequence in self.running.sequences if sequence.launchable]
-        if self._preempt_next is not None:
-            sequences = [sequence for sequence in sequences if sequence is not self._preempt_next]
+        if self._preempt_next in sequences:
+            sequences.remove(self._preempt_next)
         best_effort: list[Sequence] = []
         if self.running.best_effort:
             best_effort = [sequence for sequence in sequences if sequence.background]
@@ -115,7 +115,7 @@ class Scheduler:
         took_us = 1e6 * (now - max(self._landed_s, plan.planned_s))
         self._budget.time.observe(plan, took_us)
         took_s, self._landed_s, self._served_tokens = now - self._landed_s, now, 0
-        tokens_R, logprobs = sampled.tokens_R.tolist(), sampled.logprobs
+        tokens_R, logprobs, unwanted = sampled.tokens_R.tolist(), sampled.logprobs, plan.unwanted
         assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
         for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
             if sequence.state == SequenceState.ENDED:
@@ -126,14 +126,13 @@ class Scheduler:
             sequence.finite_samples += row >= 0
             sequence.computed = computed = sequence.computed + chunk
             if sequence.charged_tokens < sequence.prompt_tokens:
-                tokens = sequence.charge_prompt()
-                self._served_tokens += 0 if sequence.background else PROMPT_TOKEN * tokens
+                self._served_tokens += PROMPT_TOKEN * sequence.charge_prompt() * (not sequence.background)
             if computed // self._block_tokens > sequence.shared_blocks:
                 self._cache(sequence)
             if row >= 0 and sequence.pooling is not None:
                 assert sampled.vectors_RH is not None, "the runner gives no vectors"
                 self.intake.end_with_vector(sequence, sampled.vectors_RH[row])
-            elif row >= 0 and sequence not in plan.unwanted:
+            elif row >= 0 and not (unwanted and sequence in unwanted):
                 self._report_token(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         self._waiting.observe(self._served_tokens + GENERATED_TOKEN * len(tokens_R), took_s)
         self._steps += 1
@@ -173,8 +172,7 @@ class Scheduler:
         self._counters["preemptions"] += 1
 
     def preempt_all(self) -> None:
-        """Preempts all that runs, before a sleep: nothing is in flight, and the time until the next step says nothing
-        about steps."""
+        """Preempts all that runs, before a sleep: nothing is in flight, and the sleep is no part of a step's time."""
         assert not self.running.inflight
         for sequence in self.running.sequences[::-1]:
             self.preempt(sequence)
@@ -218,7 +216,8 @@ class Scheduler:
 
     def _add_best_effort(self, candidates: list[Sequence], sequences: list[Sequence], chunks: list[int]) -> None:
         """Adds the background sequences to a step that it has room for."""
-        ready = [sequence for sequence in candidates if not sequence.lacks_block(self._block_tokens)]
+        size = self._block_tokens
+        ready = [each for each in candidates if each.block_count * size > max(each.launched, len(each.tokens) - 1)]
         more = self._best_effort.chunks(sequences, chunks, ready, self._budget.saved_us, self._budget.max_rows)
         sequences += ready[: len(more)]
         chunks += more
@@ -263,7 +262,9 @@ class Scheduler:
             if not self._best_effort_paused:
                 growing += [sequence for sequence in self.running.sequences if sequence.background]
         for sequence in growing:
-            while sequence.lacks_block(size):
+            while (
+                sequence.launched >= (room := sequence.block_count * size) or len(sequence.tokens) > room
+            ) and sequence.launchable:
                 account = sequence.account_queue
                 cap = account.terms.blocks
                 if not kv.available_blocks or (cap is not None and account.running > 1 and account.blocks >= cap):
@@ -417,8 +418,7 @@ class Scheduler:
         self._end(sequence, FinishReason.ERROR, NOT_FINITE)
 
     def _end_stale(self) -> None:
-        """Ends sequences that would read a block that is no longer what they were given, and makes what they read
-        unfindable."""
+        """Ends sequences that would read blocks of others by now, and makes what they read unfindable."""
         for sequence in self.kv.with_stale_pages(self.running.sequences):
             if sequence.lease is not None:
                 self.kv.tree.forget(sequence.lease, 0)

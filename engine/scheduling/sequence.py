@@ -129,10 +129,6 @@ class Sequence:
         """Whether its next token is awaited, with no more to compute before it than what was forced."""
         return self.pending <= 1 or (self.emitted > 0 and self.pending <= 1 + FORCED_MAX)
 
-    def lacks_block(self, block_tokens: int) -> bool:
-        """Whether its table has no room for what its next step may compute."""
-        return max(len(self.tokens), self.launched + 1) > self.block_count * block_tokens and self.launchable
-
     @property
     def mask_us(self) -> float:
         """About what its next mask takes."""

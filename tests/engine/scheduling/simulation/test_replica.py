@@ -236,13 +236,13 @@ BREAKS = {
     ),
     "what a step samples is taken behind what was forced": (
         "scheduling.scheduler",
-        " and sequence not in plan.unwanted",
+        " and not (unwanted and sequence in unwanted)",
         "",
     ),
     "what was forced is computed beyond the blocks": (
-        "scheduling.sequence",
-        "max(len(self.tokens), self.launched + 1)",
-        "(self.launched + 1)",
+        "scheduling.scheduler",
+        " or len(sequence.tokens) > room",
+        "",
     ),
     "what was forced is not told to its owner": ("scheduling.intake", "counts[index] += forced", "pass"),
     "a grammar that does not compile is waited for": (
