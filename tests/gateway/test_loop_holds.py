@@ -1,6 +1,5 @@
 """The gateway's one loop: no request holds it for more than 10 ms, whatever it sends.
 
-What is measured is the processor's time of the loop's thread between two turns, so that a busy machine changes nothing.
 Clients run in threads of their own.
 """
 
@@ -9,8 +8,6 @@ import contextlib
 import http.client
 import json
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -19,39 +16,13 @@ import pytest
 from gateway.http.exchange import Exchange
 from gateway.inference.account_lock import LARGE_BODY_BYTES, PARSERS_MAX, AccountLocks
 from tests.support.certificates import trusting, write_certificate
+from tests.support.loop_holds import loop_holds
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
 HELD_MS_MAX: Final = 10.0
 BODY_BYTES: Final = 9_900_000
-TURN_S: Final = 0.001
 RUN: Final = f"/ai/run/{MODEL}"
-
-
-@dataclass
-class LoopHolds:
-    """The longest time for which one turn of the loop had the processor."""
-
-    longest_ms: float = 0.0
-
-
-@contextlib.asynccontextmanager
-async def loop_holds() -> AsyncIterator[LoopHolds]:
-    """Measures while its block runs."""
-    holds, loop, before_s = LoopHolds(), asyncio.get_running_loop(), time.thread_time()
-
-    def turn() -> None:
-        nonlocal before_s, timer
-        now_s = time.thread_time()
-        holds.longest_ms, before_s = max(holds.longest_ms, 1000 * (now_s - before_s)), now_s
-        timer = loop.call_later(TURN_S, turn)
-
-    timer = loop.call_later(TURN_S, turn)
-    try:
-        yield holds
-    finally:
-        turn()
-        timer.cancel()
 
 
 async def post(gateway: Served, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
