@@ -88,7 +88,7 @@ clean:
 	@touch $@
 
 .venv/.dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,gguf]'
 	@touch $@ .venv/.serve
 
 .venv/.conformance: tests/conformance/node/package-lock.json .venv/.dev
@@ -109,5 +109,5 @@ clean:
 	@touch $@
 
 .venv/.bench: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --editable '.[bench,gguf]'
 	@touch $@

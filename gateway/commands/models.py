@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.residencies import machine_reports, replicas_of, residency_text
-from gateway.commands.model_tools import add, compress, warm
+from gateway.commands.model_tools import add, compress, import_gguf, warm
 from gateway.commands.model_tools.documents import memory_json, memory_reports, model_json, replicas_json
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, format_bytes, print_either, print_table
@@ -22,13 +22,14 @@ examples:
   hearth models warm --all                             compile and measure ahead, for the first start
   hearth models compress models/notes notes-12         weights in 12 bits each, without loss
   hearth models expand notes-12 notes-again            and back, bit for bit
+  hearth models import notes.gguf --to notes           a GGUF file becomes a folder that `add` takes
   hearth pull Qwen/Qwen3-0.6B                          one more, from the hub
 
 `add` refuses a folder that could not be served: incomplete, of an architecture that is not known, larger than any
 device here, or other than its SHA256SUMS says, where it has them (sha256sum * > SHA256SUMS). [[models]] in hearth.toml
 adds folders too, sets prices and sizes, and leaves models out; what it says goes before what `add` was told.
 """
-app = command_app("models", "list, show, add, remove, warm and compress models", _TEACHING)
+app = command_app("models", "list, show, add, import, remove, warm and compress models", _TEACHING)
 
 
 @app.command(name="list")
@@ -75,6 +76,7 @@ def show(
 app.command(add.add)
 app.command(add.remove)
 app.command(warm.app)
+app.command(import_gguf.app)
 app.command(compress.compress_app)
 app.command(compress.expand_app)
 

@@ -83,12 +83,17 @@ def _folder(config: Config, name: str) -> Path | None:
 
 
 def _run_engine(module: str, config: Config, model: str, arguments: Sequence[str], device: str, json: bool) -> int:
-    """The exit status of a program of the engine, which reports for itself and ends when this process is told to."""
+    """The exit status of a program that makes a folder of the model's."""
     if (folder := _folder(config, model)) is None:
         return fail(f"{model} is neither a folder nor a model of the catalogue, which `hearth models list` shows")
-    command = [sys.executable, "-P", "-m", f"engine.compression.{module}", str(folder), *arguments, "--device", device]
+    options = ["--device", device, *(["--json"] if json else [])]
+    return run_program(f"engine.compression.{module}", [str(folder), *arguments, *options])
+
+
+def run_program(module: str, arguments: Sequence[str]) -> int:
+    """The exit status of a program of the engine, which reports for itself and ends when this process is told to."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the program takes them once it can end well
-    with subprocess.Popen([*command, *(["--json"] if json else [])]) as process:
+    with subprocess.Popen([sys.executable, "-P", "-m", module, *arguments]) as process:
         before = [signal.signal(number, lambda number, _: process.send_signal(number)) for number in _SIGNALS]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         try:

@@ -1,0 +1,1 @@
+"""`hearth models import`: a GGUF file becomes a folder that Hearth serves."""
