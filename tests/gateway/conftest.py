@@ -1,4 +1,4 @@
-"""A store of either kind, empty."""
+"""A store of either kind, empty; and a day that does not end."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from tenants.store.redis import pipeline
+from tests.support.waiting import wait_for_a_day
 
 
 @pytest.fixture(params=["sqlite", "redis"])
@@ -18,3 +19,9 @@ def store_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
         client.flushall()
         client.script_flush()
     return url
+
+
+@pytest.fixture
+def one_day() -> None:
+    """Midnight does not pass in this test."""
+    wait_for_a_day()

@@ -8,12 +8,14 @@ import contextlib
 import functools
 import inspect
 import selectors
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 WITHIN_S: Final = 60.0
 POLL_S: Final = 0.005
+DAY_S, DAY_LEFT_S = 86_400, 30
 
 
 def wait_for(condition: Callable[[], Any], within_s: float = WITHIN_S, what: str = "") -> Any:
@@ -70,6 +72,13 @@ class StoppedClock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def wait_for_a_day() -> None:
+    """Waits for midnight where less than DAY_LEFT_S are left before it, for a test in which it must not pass."""
+    left_s = DAY_S - time.time() % DAY_S
+    if left_s < DAY_LEFT_S:
+        threading.Event().wait(left_s)
 
 
 class OffsetClock:

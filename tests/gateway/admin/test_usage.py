@@ -15,7 +15,11 @@ from tests.support.admin_api import House, served_admin
 from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
 
-TODAY = datetime.now(UTC).date()
+pytestmark = pytest.mark.usefixtures("one_day")
+
+
+def today() -> date:
+    return datetime.now(UTC).date()
 
 
 async def used(house: House) -> tuple[str, str]:
@@ -36,7 +40,7 @@ async def test_usage_is_what_the_ledger_says_by_day_model_and_token(tmp_path: Pa
         first, another = await used(house)
         rows = (await house.ask("GET", f"{house.account}/usage")).json["result"]
         assert {(row["day"], row["model"], row["token"]): row["requests"] for row in rows} == {
-            (str(TODAY), MODEL, first): 3, (str(TODAY), MODEL, another): 1,
+            (str(today()), MODEL, first): 3, (str(today()), MODEL, another): 1,
         }  # fmt: skip
         records = await house.gateway.records()
         whole = (await house.ask("GET", f"{house.account}/usage?by=model")).json["result"]
@@ -52,7 +56,8 @@ async def test_usage_is_what_the_ledger_says_by_day_model_and_token(tmp_path: Pa
         ]
         for query, count in (
             (f"token={first}", 1), ("token=nobodys", 0), (f"model={MODEL}", 2), ("model=other", 0),
-            (f"from={TODAY}&to={TODAY}", 2), (f"to={TODAY - timedelta(1)}", 0), (f"from={TODAY + timedelta(1)}", None),
+            (f"from={today()}&to={today()}", 2), (f"to={today() - timedelta(1)}", 0),
+            (f"from={today() + timedelta(1)}", None),
         ):  # fmt: skip
             answer = await house.ask("GET", f"{house.account}/usage?{query}")
             assert answer.status == (400 if count is None else 200), query
@@ -136,7 +141,7 @@ async def test_the_operator_sums_over_all_accounts(tmp_path: Path, store_url: st
     async with served_admin(tmp_path, store_url=store_url) as house:
         await used(house)
         (row,) = (await house.operate("GET", "/usage")).json["result"]
-        assert (row["day"], row["requests"]) == (str(TODAY), 5)
+        assert (row["day"], row["requests"]) == (str(today()), 5)
         rows = (await house.operate("GET", "/usage?by=account,model")).json["result"]
         assert {row["account"]: row["requests"] for row in rows} == {house.ann_id: 4, house.bob_id: 1}
         (own,) = (await house.operate("GET", f"/usage?account={house.bob_id}")).json["result"]

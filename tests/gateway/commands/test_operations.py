@@ -30,8 +30,8 @@ from tenants.records.usage import MICRO, UsageRecord
 from tenants.store.protocol import Store
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("one_day")
 ROOT = Path(__file__).parents[3]
-TODAY = int(time.time()) // 86_400
 
 
 class Shell:
@@ -87,17 +87,35 @@ def caller(text: str) -> Caller:
     return found
 
 
+def today() -> int:
+    return int(time.time()) // 86_400
+
+
 def record(
     account_id: str,
     request_id: str,
-    day: int = TODAY,
+    day: int | None = None,
     model: str = "@cf/a/b",
     neurons: float = 1.5,
     tags: str = "",
 ) -> UsageRecord:
     micro_neurons = round(neurons * MICRO)
     return UsageRecord(
-        account_id, request_id, day, micro_neurons, 30, 20, 5, "done", "key", model, 7, 1.5, None, "token:key", tags
+        account_id,
+        request_id,
+        today() if day is None else day,
+        micro_neurons,
+        30,
+        20,
+        5,
+        "done",
+        "key",
+        model,
+        7,
+        1.5,
+        None,
+        "token:key",
+        tags,
     )
 
 
@@ -287,8 +305,8 @@ def test_a_plan_that_cannot_be_is_refused(words: tuple[str, ...], says: str, she
 
 def test_usage_is_summed_by_day_model_and_token(shell: Shell) -> None:
     ann, bob = sorted((shell.account("ann"), shell.account("bob")))  # as they are listed if made in one second
-    settle(record(ann, "1"), record(ann, "2", model="@cf/b/c"), record(ann, "3", TODAY - 1), record(bob, "4"))
-    settle(record(ann, "old", TODAY - 40))
+    settle(record(ann, "1"), record(ann, "2", model="@cf/b/c"), record(ann, "3", today() - 1), record(bob, "4"))
+    settle(record(ann, "old", today() - 40))
     told = shell.json("usage")
     assert sorted((row["account_id"], row["requests"]) for row in told["rows"]) == [(ann, 1), (ann, 2), (bob, 1)]
     assert told["total"] == {
@@ -315,12 +333,12 @@ def test_usage_by_tag_counts_a_request_with_each_of_its_tags_and_once_in_the_tot
 
 def test_counters_that_differ_from_the_records_are_found(shell: Shell) -> None:
     ann, bob = shell.account("ann"), shell.account("bob")
-    settle(record(ann, "1"), record(bob, "2"), record(bob, "3", TODAY - 5))
+    settle(record(ann, "1"), record(bob, "2"), record(bob, "3", today() - 5))
     assert shell.json("usage", "reconcile") == {
         "from": shell.json("usage")["from"], "to": shell.json("usage")["to"], "compared": 6, "differ": [],
     }  # fmt: skip
     assert "agree" in shell.out("usage", "reconcile", ann)
-    lose(bob, TODAY - 5)
+    lose(bob, today() - 5)
     (differ,) = shell.json("usage", "reconcile", status=1)["differ"]
     assert (differ["account_id"], differ["counted"]["requests"], differ["recorded"]["requests"]) == (bob, 1, 0)
     assert "micro_neurons" in shell.out("usage", "reconcile", bob, status=1)
@@ -549,7 +567,7 @@ def test_a_backup_needs_a_new_folder_and_a_store(shell: Shell) -> None:
 def test_a_store_out_of_order_is_backed_up_and_said_to_be(shell: Shell) -> None:
     id = shell.account()
     settle(record(id, "1"))
-    lose(id, TODAY)
+    lose(id, today())
     alter(id)
     counters, log = shell.json("backup", "kept", status=1)["problems"]
     assert f"account {id}" in counters

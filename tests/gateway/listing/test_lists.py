@@ -1,6 +1,5 @@
 """The lists of the catalogue as callers get them, on all their paths."""
 
-import time
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,22 @@ from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
+pytestmark = pytest.mark.usefixtures("one_day")
 FOLDER = str(Path(__file__).parents[3] / "engine" / "builtin_model")
-TODAY = datetime.fromtimestamp(time.time(), UTC).date()
 TRIAL = "@hf/acme/trial"
 GONE = "@cf/acme/gone"
 TEXT_GENERATION = "c329a1f9-323d-4e91-b2aa-582dd4188d34"
+
+
+def today() -> date:
+    return datetime.now(UTC).date()
 
 
 def entry(name: str, **said: Any) -> ModelEntryConfig:
     return ModelEntryConfig(name=name, folder=FOLDER, **said)
 
 
-def entries(ended: date = TODAY) -> list[ModelEntryConfig]:
+def entries(ended: date | None = None) -> list[ModelEntryConfig]:
     """One in beta with all that can be said of a model, and one that is served no more."""
     trial = entry(
         TRIAL,
@@ -34,11 +37,11 @@ def entries(ended: date = TODAY) -> list[ModelEntryConfig]:
         aliases=["gpt-4o-mini", "@cf/acme/alias"],
         terms="https://acme.example/terms",
         info="https://acme.example/about",
-        planned_deprecation_date=TODAY + timedelta(days=1),
+        planned_deprecation_date=today() + timedelta(days=1),
         description="On trial",
         price=PriceConfig(input=100.0, cached_input=10.0, output=300.0),
     )
-    return [trial, entry(GONE, planned_deprecation_date=ended)]
+    return [trial, entry(GONE, planned_deprecation_date=ended or today())]
 
 
 async def listed(gateway: Served, path: str) -> Any:
@@ -71,7 +74,7 @@ async def test_every_filter_of_the_search_leaves_out_what_it_says(tmp_path: Path
 
 @looped
 async def test_a_model_that_ended_is_shown_for_three_months_to_who_asks(tmp_path: Path) -> None:
-    async with served(tmp_path, models=entries(TODAY - timedelta(days=100))) as gateway:
+    async with served(tmp_path, models=entries(today() - timedelta(days=100))) as gateway:
         assert GONE not in await names(gateway, "?include_deprecated=true")
 
 
@@ -120,7 +123,7 @@ async def test_an_item_says_what_the_settings_and_the_folder_say(tmp_path: Path)
                 "function_calling": "true",
                 "async_queue": "true",
                 "beta": "true",
-                "planned_deprecation_date": (TODAY + timedelta(days=1)).isoformat(),
+                "planned_deprecation_date": (today() + timedelta(days=1)).isoformat(),
                 "terms": "https://acme.example/terms",
                 "info": "https://acme.example/about",
             }.items()
@@ -144,7 +147,7 @@ async def test_openrouter_reads_dollars_for_a_token(tmp_path: Path) -> None:
         assert offer["pricing"]["image"] == "0"
         assert offer["hugging_face_id"] == "acme/trial"
         assert offer["context_length"] == 8192
-        assert offer["deprecation_date"] == (TODAY + timedelta(days=1)).isoformat()
+        assert offer["deprecation_date"] == (today() + timedelta(days=1)).isoformat()
         assert "tools" in offer["supported_features"]
 
 
@@ -225,7 +228,7 @@ async def test_a_model_that_ended_is_gone_and_says_since_when(tmp_path: Path) ->
         chat = await gateway.chat(model=GONE)
         for answer in (native, chat):
             assert (answer.status, answer.code) == (410, 5028)
-            assert TODAY.isoformat() in answer.message
+            assert today().isoformat() in answer.message
         assert chat.json["error"]["param"] == "model"
 
 
