@@ -88,7 +88,7 @@ def import_file(path: Path, target: Path, shard_bytes: int = SHARD_BYTES) -> Imp
             _require_type(file, entry.source)
         texts = tokenizer_files(file, config["vocab_size"], config["max_position_embeddings"])
         written = sum(map(_bytes, imports))
-        if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        if target.name.strip(".") and target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
             target.rmdir()
         require_absent(target)
         require_disk_space(target, written)

@@ -172,6 +172,15 @@ def test_a_folder_that_has_something_is_refused_and_an_empty_one_is_taken(tmp_pa
     assert (folder / "config.json").exists()
 
 
+def test_the_folder_in_which_one_is_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_model(tmp_path / "model.gguf", reference_model("qwen2"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(TargetError, match="exists: name a folder that does not"):
+        import_file(file, Path())
+    assert (tmp_path / "here").is_dir()
+
+
 def test_a_disk_that_fills_at_any_moment_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write_model(tmp_path / "model.gguf", reference_model("qwen2"))
     calls, fails, sync = 0, -1, os.fsync

@@ -24,6 +24,7 @@ TEXTS = [
     "x=1;\r\n\r\n  y = [1, 22, 333, 4444]",
     "naïve e\u0301te\u0301 ÅNGSTRÖM 東京タワー Привет мир 😀🏽 ½ ٣٤٥ Ⅷ",
     "HTTPServerError fooBar ʼn _x_ // /* */ <|im_end|>",
+    "an unmerged word",
     " ",
     "\u00a0\u2003wide\u200bspace",
     "",
@@ -62,7 +63,10 @@ def trained(name: str) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.train_from_iterator([text for text in TEXTS if "unmerged" not in text], trainer)
+    document = json.loads(tokenizer.to_str())
+    document["model"]["vocab"]["Ġunmerged"] = len(document["model"]["vocab"])  # that no merges lead to
+    tokenizer = Tokenizer.from_str(json.dumps(document))
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens(["<think>"])
     return tokenizer
@@ -101,6 +105,7 @@ def test_tokens_are_those_of_the_model_s_own_tokenizer_and_lead_back_to_the_text
         assert tokenizer.decode(ids, skip_special_tokens=False) == normal
     assert tokenizer.encode("a<|im_end|>").ids[-1] == reference.token_to_id("<|im_end|>")
     assert tokenizer.token_to_id("[PAD0]") is None
+    assert tokenizer.decode(tokenizer.encode("<think>a<|im_end|>").ids) == "<think>a"
 
 
 @pytest.mark.parametrize("name", CUTS)
@@ -156,6 +161,12 @@ def test_the_folder_s_tokenizer_speaks_and_ends_as_the_file_says(tmp_path: Path)
     assert files.settings["eos_token"] == "<|im_end|>"
 
 
+def test_known_ends_of_turns_and_texts_end_an_answer_where_they_are_control_tokens(tmp_path: Path) -> None:
+    tokens = ["<s>", "</s>", "a", "b", "ab", "<|im_end|>", "<|eot_id|>", "<|end|>"]
+    kinds = dict.fromkeys(("<s>", "</s>", "<|im_end|>", "<|end|>"), CONTROL)
+    assert imported(tmp_path, tokens, kinds, merges=["a b"]).generation["eos_token_id"] == [1, 5, 7]
+
+
 def test_several_templates_keep_their_names(tmp_path: Path) -> None:
     files = byte_level(tmp_path, "qwen2", trained("qwen2"), template=[
         {"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"},
@@ -177,10 +188,10 @@ def sentence_piece_tokens() -> tuple[list[str], list[float], dict[str, int]]:
     merged = ["".join(merge) for merge in learnt["merges"]]
     letters = [token for token in learnt["vocab"] if token not in merged]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    tokens = list(dict.fromkeys(["<unk>", "<s>", "</s>", *bytes_, *merged, *letters]))
+    ranks = {token: rank for rank, token in enumerate(dict.fromkeys([*merged, *letters]))}
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *sorted(ranks)]  # in another order than that of their scores
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL, **dict.fromkeys(bytes_, BYTE)}
-    scores = [0.0 if token in kinds else -float(id) for id, token in enumerate(tokens)]
-    return tokens, scores, kinds
+    return tokens, [-float(ranks.get(token, 0)) for token in tokens], kinds
 
 
 def best_pairs(text: str, tokens: list[str], scores: list[float], kinds: dict[str, int], prefix: bool) -> list[int]:
