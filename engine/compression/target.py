@@ -41,6 +41,8 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         partial.rename(target)
         fsync_folder(target.parent)
     except BaseException as error:
+        with suppress(OSError):
+            (partial / _LAST).unlink(missing_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.filename is None:  # of an open file, as writing raises it
             raise TargetError(f"{target} cannot be written: {error.strerror}; nothing is left of it") from error
@@ -129,6 +131,8 @@ def _locked(partial: Path) -> int:
 
 
 def _empty(folder: Path) -> None:
+    """Removes what is in the folder, first what makes it a model: killed on the way, it is taken for none."""
+    (folder / _LAST).unlink(missing_ok=True)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -142,6 +142,22 @@ def test_a_killed_process_leaves_what_no_one_takes_for_a_model_and_the_next_goes
     assert around(folder) == ["made", "model"]
 
 
+def test_what_makes_a_folder_a_model_is_removed_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial, removed = folder.with_name(f"made{PARTIAL_SUFFIX}"), list[str]()
+    shutil.copytree(folder, partial)
+    unlink = Path.unlink
+
+    def noted(path: Path, missing_ok: bool = False) -> None:
+        removed.append(path.name)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", noted)
+    make(folder)
+    assert removed[0] == "config.json"
+    assert len(removed) > 1
+    assert around(folder) == ["made", "model"]
+
+
 def _whole(partial: Path, folder: Path) -> bool:
     """config.json comes last: all else is there by then."""
     return list_files(partial) == list_files(folder)
