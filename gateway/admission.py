@@ -28,6 +28,11 @@ def check_model(region: str, now: float, caller: Caller, model: Model, name: str
         raise errors.model_not_permitted(model.name)
     if model.ends_on is not None and model.ended(datetime.fromtimestamp(now, UTC).date()):
         raise errors.deprecated(name, model.ends_on)
+    check_region(region, caller)
+
+
+def check_region(region: str, caller: Caller) -> None:
+    """Raises ApiError where calls of the caller's account may not be served in this region."""
     regions = caller.account.settings.regions
     if regions and region not in regions:
         raise errors.wrong_region(region, regions)

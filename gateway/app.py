@@ -12,13 +12,14 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from gateway.admin.routes import admin_routes
-from gateway.api.routes import dialect_routes
+from gateway.api.routes import RUN_FAMILIES
 from gateway.authentication import Authenticator
-from gateway.batch.encryption import BatchEncryption
+from gateway.background import BackgroundJobs
 from gateway.batch.worker import BatchWorker
-from gateway.config import Config
+from gateway.config import Config, SettingsFile
+from gateway.console.routes import console_routes
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
-from gateway.observability.endpoints import MetricsEndpoint, Readiness, healthz
+from gateway.observability.endpoints import MetricsEndpoint, Readiness, healthz, version
 from gateway.observability.tracing import RequestTracer
 from gateway.open_requests import OpenRequestChecks, OpenRequests
 from gateway.routes import account_routes
@@ -35,21 +36,23 @@ class App:
         self._serving = serving
         self._tenancy = tenancy
         context, endpoint = serving.context, serving.endpoint
-        checks = OpenRequestChecks(context.quota, endpoint.calendar, context.limits.region)
+        limits = context.limits
+        checks = OpenRequestChecks(context.quota, endpoint.calendar, limits.region, limits.region_urls)
         self._batches = BatchWorker(
             endpoint,
             tenancy.accounts,
             checks,
             tenancy.store.batches,
-            BatchEncryption(tenancy.secret),
-            dialect_routes(endpoint.catalogue)["/run"].dialect,
+            serving.batches.encryption,
+            RUN_FAMILIES,
             serving.batches.arrived,
         )
         context.metrics.watch_batches(self._batches, endpoint.calendar)
         outage = context.store_health.mark_down
         authenticator = Authenticator.of(tenancy.accounts, outage, context.limits, context.clock)
         self._requests = OpenRequests(authenticator, checks, context.limits.requests, context.metrics.open_requests.set)
-        server = ExchangeServer.of(context.limits, context.clock, context.metrics.count_answer)
+        self._jobs = self._background()
+        server = ExchangeServer.of(context.limits, context.clock, context.metrics.count_answer, context.refusals.note)
         readiness = Readiness(context.fleet, tenancy.store, context.limits.wait_s, lambda: self.draining)
         metrics = MetricsEndpoint(context.metrics, authenticator, server.clients)
 
@@ -60,9 +63,14 @@ class App:
             [
                 *account_routes(server, authenticator, self._requests, serving),  # first: they are asked the most
                 probe("healthz", healthz),
+                probe("health", healthz),
+                probe("version", version),
                 probe("readyz", readiness.serve),
                 probe("metrics", metrics.serve),
-                *admin_routes(server, authenticator, tenancy, context, lambda: self.open_requests),
+                *admin_routes(
+                    server, authenticator, tenancy, context, lambda: self.open_requests, self._requests.by_account
+                ),
+                *console_routes(server),
             ],
             redirect_slashes=False,
             default=Endpoint(server, no_route),
@@ -76,6 +84,11 @@ class App:
     def open_requests(self) -> int:
         """Inference requests in progress."""
         return len(self._requests)
+
+    @property
+    def failed(self) -> str:
+        """The background job that ended by an error and cannot be begun again; empty as long as all go on."""
+        return self._jobs.failed
 
     @property
     def draining(self) -> bool:
@@ -92,23 +105,39 @@ class App:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncIterator[None]:
-        context, requests = self._serving.context, self._requests
-        beside = (requests.end_refused, self._serving.endpoint.scrubber.run, context.encodings.run)
-        jobs = (context.fleet.run, self._batches.run, *beside)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(job()) for job in (*jobs, *self._tenancy.background)]
+        async with self._jobs.running():
             yield
-            for task in tasks:
-                task.cancel()
         await self._tenancy.close()
-        await asyncio.to_thread(context.tracer.close)
+        await asyncio.to_thread(self._serving.context.tracer.close)
+
+    def _background(self) -> BackgroundJobs:
+        context, hosts = self._serving.context, self._serving.hosts
+        jobs = {
+            "fleet": context.fleet.run,
+            "members": lambda: hosts.follow(context.fleet),
+            "batches": self._batches.run,
+            "catalogue": self._serving.follower.run,
+            "open_requests": self._requests.end_refused,
+            "alerts": context.metrics.alerts.run,
+            "scrubber": self._serving.endpoint.scrubber.run,
+            "encodings": context.encodings.run,
+            **hosts.jobs,
+            **self._tenancy.background,
+        }
+        return BackgroundJobs(jobs, ("fleet",), context.metrics.count_job_failures(jobs))
 
 
-def build_app(config: Config, secret: bytes, tracer: RequestTracer | None = None, clock: Clock = time.time) -> App:
+def build_app(
+    config: Config,
+    secret: bytes,
+    tracer: RequestTracer | None = None,
+    clock: Clock = time.time,
+    source: SettingsFile | None = None,
+) -> App:
     """Builds the gateway that the config describes. Opens the store and reads the models' folders; connects to nothing.
 
-    `secret` is the server's, the same for all gateways that share a store; `clock` is its calendar. Raises
-    SettingsError and what the store does.
+    `secret` is the server's, the same for all gateways that share a store; `clock` is its calendar; its models follow
+    `source`, where there is one. Raises SettingsError and what the store does.
     """
     tenancy = open_tenancy(config, secret, clock)
-    return App(open_serving(config, tenancy, tracer), tenancy)
+    return App(open_serving(config, tenancy, tracer, source), tenancy)

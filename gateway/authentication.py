@@ -1,10 +1,8 @@
 """Authenticates callers: a request's credential against accounts, permissions and networks. It serves nothing."""
 
 import math
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from gateway import errors
 from gateway.admission import check_rights
@@ -13,15 +11,14 @@ from gateway.errors import ApiError
 from gateway.http.client_address import address_group
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Handler
-from tenants.auth.accounts import AccountService
+from tenants.auth.accounts import ACCOUNT_ID, NAME_MAX, AccountService
 from tenants.auth.caller import Caller
-from tenants.auth.errors import AccountSuspended, MalformedToken, Unauthenticated
+from tenants.auth.errors import AccountSuspended, HomeUnavailable, MalformedToken, Unauthenticated, WrongRegion
 from tenants.auth.issuers import IssuerUnavailable
 from tenants.limits.local_rate import LocalRate
+from tenants.records.accounts import name_key
 from tenants.records.grants import Permission
 from tenants.store.protocol import StoreUnavailable
-
-ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 # Serves an exchange of a caller that may use the path. Raises ApiError and ClientDisconnected.
 CallerHandler = Callable[[Exchange, Caller], Awaitable[None]]
@@ -53,7 +50,8 @@ class Authenticator:
     async def verify(self, exchange: Exchange, account_id: str | None, permissions: Sequence[Permission]) -> Caller:
         """Returns the caller, who has one of these permissions if there are any. Raises ApiError.
 
-        A path that names another account than the token's is refused, whether that account exists or not.
+        A path that names another account than the token's is refused, whether that account exists or not. One that has
+        the account's name gets its id in place of it: a stream goes on when its account is renamed.
         """
         try:
             caller = await self.look_up(credential_of(exchange))
@@ -65,8 +63,15 @@ class Authenticator:
             raise errors.suspended() from None
         except IssuerUnavailable:
             raise errors.issuer_unavailable() from None
+        except WrongRegion as refusal:
+            raise errors.wrong_region(refusal.region, refusal.allowed) from None
+        except HomeUnavailable:
+            raise errors.home_unavailable() from None
         except StoreUnavailable:
             raise errors.store_unavailable() from None
+        exchange.account_id, exchange.token_id = caller.account.id, caller.token_id
+        if account_id is not None and ACCOUNT_ID.fullmatch(account_id) is None:
+            account_id = exchange.path_params["account_id"] = _own_id(caller, account_id, exchange.path)
         check_rights(caller, exchange, account_id, permissions)
         return caller
 
@@ -80,7 +85,7 @@ class Authenticator:
         StoreUnavailable."""
         try:
             return await self.accounts.verify(credential)
-        except IssuerUnavailable:
+        except (IssuerUnavailable, HomeUnavailable):
             raise
         except StoreUnavailable as problem:
             self.on_outage(problem)
@@ -95,21 +100,20 @@ class Authenticator:
         return handler
 
 
-def below_account(handler: Handler) -> Handler:
-    """Builds a handler that first checks the account's id in the path, if there is one."""
-
-    async def serve(exchange: Exchange) -> None:
-        check_account_id(exchange)
-        await handler(exchange)
-
-    return serve
+def _own_id(caller: Caller, name: str, path: str) -> str:
+    """Returns the id of the caller's account, whose name this is. The caller's own name alone is looked at, so that an
+    answer tells nothing of others'. Raises ApiError."""
+    if len(name) > NAME_MAX or name_key(name) != name_key(caller.account.name):
+        raise errors.bad_account_id(path)
+    return caller.account.id
 
 
-def check_account_id(exchange: Exchange) -> None:
-    """Raises ApiError if the account's id in the path is malformed."""
+async def no_route_below_account(exchange: Exchange) -> None:
+    """Refuses every request, one whose path has no id of an account for that. Raises ApiError."""
     account_id = exchange.path_params.get("account_id")
     if account_id is not None and ACCOUNT_ID.fullmatch(account_id) is None:
         raise errors.bad_account_id(exchange.path)
+    raise errors.no_route(exchange.path)
 
 
 def credential_of(exchange: Exchange) -> str:

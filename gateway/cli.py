@@ -3,13 +3,14 @@ imports a command only when that is called, so that `hearth --help` is quick.
 """
 
 import functools
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 from cyclopts import App, CycloptsError, Parameter
 
+from engine.process.allocator import keep_one_arena
+from gateway import __version__
 from gateway.commands.terminal.options import SettingsSource
 from gateway.commands.terminal.output import wide_console
 from gateway.config import SettingsError
@@ -19,7 +20,9 @@ _TEACHING: Final = """\
 examples:
   hearth serve                       the gateway, one machine and its replicas; prints your first call
   hearth accounts create NAME        a tenant and its first token
+  hearth log REQUEST_ID              what became of one request
   hearth pull Qwen/Qwen3-0.6B        a model from the Hugging Face hub
+  hearth chat Qwen/Qwen3-0.6B        talk to it
   hearth top                         machines, GPUs and models, live
   hearth doctor                      what is here, and what is wrong
 
@@ -27,22 +30,30 @@ Settings are read from hearth.toml in the current folder, or from --config; `hea
 """
 COMMANDS: Final = {
     "serve": "start everything on this host",
+    "credentials": "the first account's URL, id and token, for a shell",
     "gateway": "serve HTTP; replicas are on machines",
     "machine": "run this host's replicas",
+    "cluster": "hosts that serve together: found, join, list, remove",
     "accounts": "accounts: their limits, plans, settings; export and import",
     "tokens": "mint, list, change, roll and revoke an account's tokens",
+    "apply": "plans, accounts, limits and tokens as a file declares them",
     "plans": "what accounts may have: limits, weight, shares of memory",
     "usage": "what accounts have used; check counters against records",
     "audit": "who did what, and whether the log of it is whole",
+    "log": "what became of one request",
     "backup": "copy the store and the secret into a folder, also while serving",
     "restore": "bring a backup back, where no server runs",
     "models": "list, show, add, remove, warm and compress models",
     "pull": "download a model from the Hugging Face hub",
+    "chat": "talk to a model of a running server",
+    "machines": "list machines, drain one before it is stopped",
     "top": "watch machines, GPUs and models live",
     "bench": "measure a server, or the engine",
     "doctor": "say what is here and what is wrong",
     "systemd": "print a systemd unit for this host",
+    "kubernetes": "print manifests for Kubernetes, or write a Helm chart",
 }
+_DEPLOYMENT: Final = ("machines", "systemd", "kubernetes")  # commands that are in the folder deployment
 _HELP_WIDTH: Final = 120  # where no terminal says how wide it is
 _QUIET: Final[dict[str, Any]] = {"print_error": False, "exit_on_error": False}
 
@@ -56,7 +67,8 @@ class UsageError(Exception):
 
 
 class Invocation(NamedTuple):
-    """A command with its arguments; `injected` names what it takes from the session: `source`, or `access`."""
+    """A command with its arguments; `injected` names what it takes from the session: `source`, or `access` to the store
+    that there is, or `new_access` to one that is made where there is none."""
 
     call: functools.partial[Any]
     injected: frozenset[str]
@@ -69,12 +81,13 @@ def _build() -> App:
         help=_DESCRIPTION,
         help_epilogue=_TEACHING,
         help_format="plaintext",
-        version=lambda: f"hearth {importlib.metadata.version('hearth')}",
+        version=lambda: f"hearth {__version__}",
         default_parameter=Parameter(negative=(), show_default=False, allow_repeating=True),
         suppress_keyboard_interrupt=False,
     )
     for position, (name, summary) in enumerate(COMMANDS.items()):
-        app.command(f"gateway.commands.{name}:app", name=name, help=summary, sort_key=position)
+        folder = "deployment." if name in _DEPLOYMENT else ""
+        app.command(f"gateway.commands.{folder}{name}:app", name=name, help=summary, sort_key=position)
     app["--help"].sort_key = app["--version"].sort_key = len(COMMANDS)
     app.meta.default(_session)
     return app
@@ -115,10 +128,11 @@ def _prints_help(command: object) -> bool:
 
 
 def _run(invocation: Invocation) -> int | None:
-    if "access" in invocation.injected:
+    if name := next(iter(invocation.injected & {"access", "new_access"}), None):
         from gateway.commands.access.store_access import with_store_access  # only here: it imports the stores
 
-        return with_store_access(invocation.source.load(), lambda access: invocation.call(access=access))
+        config, makes = invocation.source.load(), name == "new_access"
+        return with_store_access(config, lambda access: invocation.call(**{name: access}), makes=makes)
     injected = {"source": invocation.source} if "source" in invocation.injected else {}
     status: int | None = invocation.call(**injected)
     return status
@@ -126,6 +140,7 @@ def _run(invocation: Invocation) -> int | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 it could not be done (said on stderr), 2 wrong usage."""
+    keep_one_arena()
     try:
         return _run(parse(sys.argv[1:] if argv is None else argv)) or 0
     except UsageError as error:

@@ -1,28 +1,38 @@
 """All settings, read once from `hearth.toml` and frozen. It opens no other file, and knows of other packages only the
-settings of issuers.
+settings of issuers and of the store.
 
 Every field carries its one line of documentation, its default and its limits; `hearth doctor --settings` prints them.
 """
 
+import contextlib
 import datetime
 import hashlib
 import ipaddress
 import os
 import tempfile
 import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from gateway.identity.cell_settings import CellsConfig
+from gateway.identity.settings import ClusterConfig
+from gateway.origins import origin_problem
+from gateway.settings_lines import line_of_error, line_of_text, readable_part
+from gateway.telemetry_settings import LogConfig, TelemetryConfig
 from tenants.auth.issuers import Issuer
+from tenants.store.settings import StoreConfig
 
 SOCKET_PATH_BYTES_MAX = 100
 _LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"
 CONFIG_NAME = "hearth.toml"
 _Positive = Annotated[int, Meta(ge=1)]
 _NotNegative = Annotated[float, Meta(ge=0)]
+_Ranks = Annotated[int, Meta(ge=1, le=64)]
 _Context = Annotated[int, Meta(ge=16)]
 _StepTokens = Annotated[int, Meta(ge=16, le=65536)]
 _Waiting = Annotated[int, Meta(ge=1, le=65536)]
@@ -60,6 +70,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     wait_s: Annotated[float, _doc("how long a call waits for a replica that can serve", ge=0)] = 30.0
     request_s: Annotated[float, _doc("longest life of one inference request; then 408", gt=0)] = 900.0
     region: Annotated[str, _doc("region of this gateway; accounts may allow some", pattern="^[a-z0-9-]{0,32}$")] = ""
+    region_urls: Annotated[
+        dict[str, str],
+        _doc(
+            "URL of a gateway of each region, like https://eu.example.com: where calls that came to the wrong one are "
+            "sent by 307; none: they get 403"
+        ),
+    ] = {}
     private_notices: Annotated[bool, _doc("notices of soft caps may go to private addresses and plain http")] = False
     drain_s: Annotated[float, _doc("on SIGTERM, running streams get this long to end", ge=0)] = 20.0
     scrub_memory: Annotated[
@@ -72,6 +89,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     certificate: Annotated[str, _doc("PEM file of a certificate chain: HTTPS, read anew when changed; with `key`")] = ""
     key: Annotated[str, _doc("PEM file of the certificate's private key, not encrypted")] = ""
     hosts: Annotated[list[_HostName], _doc("served names in Host, also *.example.com; empty: any", max_length=100)] = []
+    allowed_origins: Annotated[
+        list[str],
+        _doc("origins of pages that may call this gateway, like https://app.example.com; * for all", max_length=100),
+    ] = []
     proxies: Annotated[list[str], _doc("networks of proxies that tell callers' addresses", max_length=100)] = []
     proxy_header: Annotated[
         str,
@@ -80,7 +101,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pattern="^(x-forwarded-for|forwarded)$",
         ),
     ] = "x-forwarded-for"
+    purge_s: Annotated[
+        float,
+        _doc("a purge or raised epoch reaches what replicas cache within so long, on any gateway", ge=0.1, le=60),
+    ] = 2.0
     batch_keep_s: Annotated[float, _doc("a batch's results stay so long after its end", ge=60, le=2_592_000)] = 86_400.0
+    unknown_fields: Annotated[
+        Literal["refuse", "ignore"],
+        _doc("fields of a call that are not known here: 400, or left out and named in x-ignored-fields"),
+    ] = "refuse"
     neuron_usd: Annotated[float, _doc("US dollars for a neuron, in marketplaces' lists of models", ge=0)] = 0.000011
     metrics_networks: Annotated[
         tuple[str, ...], _doc("networks that read /metrics without an operator's token", max_length=100)
@@ -89,6 +118,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
             raise ValueError("`certificate` and `key` go together; one of them is missing")
+        for origin in self.allowed_origins:
+            if problem := origin_problem(origin):
+                raise ValueError(f"`allowed_origins`: {origin!r} {problem}")
+        for region, url in self.region_urls.items():
+            if problem := "is any" if url == "*" else origin_problem(url):
+                raise ValueError(f"`region_urls`: {url!r} of {region} {problem}")
         for name in ("proxies", "metrics_networks"):
             for network in getattr(self, name):
                 try:
@@ -96,14 +131,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 except ValueError as error:
                     problem = f"`{name}`: {network!r} is no network: {error}; write it like 10.0.0.0/8 or ::1/128"
                     raise ValueError(problem) from None
-
-
-class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[store]: where accounts, quotas and usage are kept."""
-
-    url: Annotated[
-        str | None, _doc("sqlite:PATH for one gateway, redis://HOST:PORT/DB for many; default sqlite in state_folder")
-    ] = None
 
 
 class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,6 +154,9 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_bytes: Annotated[
         _Positive | None, _doc("host memory for models that sleep; default: 70 % of what is free at the start")
     ] = None
+    kv_folder: Annotated[
+        str | None, _doc("folder on a fast disk for models' disk_kv_bytes; default below state_folder")
+    ] = None
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,10 +171,10 @@ class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _ToolFormat = Annotated[
     str,
     Meta(
-        pattern="^(deepseek|deepseek_fenced|ember|hermes|kimi|llama3_json|mistral|mistral_named|pythonic|qwen_coder)$"
+        pattern="^(deepseek|deepseek_fenced|ember|harmony|hermes|kimi|llama3_json|mistral|mistral_named|pythonic|qwen_coder)$"
     ),
 ]
-_NAME = r"^@[a-z]{2,8}(/[A-Za-z0-9][A-Za-z0-9._-]*){1,3}$"
+_NAME = r"^(@[a-z]{2,8}/)?[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,2}$"
 _Alias = Annotated[
     str, Meta(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._:-]*(/[A-Za-z0-9][A-Za-z0-9._:-]*){0,3}$", max_length=200)
 ]
@@ -154,7 +184,7 @@ _Tag = Annotated[str, Meta(min_length=1, max_length=50)]
 class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[[models]]: one model that tenants may call. The same name as a known model's changes that one."""
 
-    name: Annotated[str, _doc("what callers say, @cf/… or @hf/…", pattern=_NAME)]
+    name: Annotated[str, _doc("what callers say: @cf/acme/notes, acme/notes or notes", pattern=_NAME)]
     folder: Annotated[str | None, _doc("Hugging Face folder; default: the built-in or pulled one")] = None
     task: Annotated[
         Literal["Text Generation", "Text Embeddings", "Text Classification"] | None,
@@ -194,6 +224,9 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     ] = "standard"
     serve: Annotated[bool, _doc("false leaves it out of the catalogue")] = True
     replicas: Annotated[int, _doc("copies on each machine", ge=1, le=64)] = 1
+    machines: Annotated[int, _doc("machines of a cluster that hold it; 0: all", ge=0, le=10_000)] = 0
+    gpus: Annotated[_Ranks | Literal["auto"], _doc("GPUs of a copy, a process each (on a CPU ranks); auto: fewest")] = 1
+    stages: Annotated[int, _doc("runs of layers, a process each, that follow each other; on CPUs", ge=1, le=64)] = 1
     dtype: Annotated[str, _doc("auto, float32, bfloat16 or float16", pattern="^(auto|float32|bfloat16|float16)$")] = (
         "auto"
     )
@@ -219,24 +252,17 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     resident_s: Annotated[float, _doc("once woken it stays on the device so long, even idle", ge=0, le=3600)] = 0.2
     wake_s: Annotated[float, _doc("its calls wait so long for others', then interrupt them", ge=0, le=3600)] = 0.5
     kept_kv_bytes: Annotated[int, _doc("host memory for KV of system prompts while it sleeps; 0: none", ge=0)] = 1 << 30
+    host_kv_bytes: Annotated[
+        int, _doc("host memory for KV that its device has no more room for; 0: that is computed again", ge=0)
+    ] = 0
+    handover_bytes: Annotated[int, _doc("host memory for KV that other replicas hand over; 0: none", ge=0)] = 0
+    prefill_replicas: Annotated[int, _doc("copies that compute prompts for the others; -1: by load", ge=-1, le=64)] = 0
+    disk_kv_bytes: Annotated[
+        int, _doc("disk below host_kv_bytes for KV that it has no more room for, of each replica; 0: none", ge=0)
+    ] = 0
     public_prefixes: Annotated[
         list[str], _doc("files of system prompts that every tenant's calls may read from the cache", max_length=64)
     ] = []
-
-
-class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[telemetry]: traces, and the metrics at /metrics."""
-
-    otlp_url: Annotated[str | None, _doc("OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces; default: none")] = None
-    service: Annotated[str, _doc("service.name; replicas add -replica", min_length=1, max_length=100)] = "hearth"
-    sample: Annotated[float, _doc("share of requests that are traced", ge=0, le=1)] = 1.0
-    metrics_accounts: Annotated[int, _doc("accounts with their own series; others are summed", ge=0, le=10_000)] = 200
-
-
-class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[log]: how all processes write their logs."""
-
-    format: Annotated[str, _doc("json, text, or auto: text on a terminal", pattern="^(auto|json|text)$")] = "auto"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,6 +276,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     issuers: Annotated[list[Issuer], Meta(max_length=64)] = []
     telemetry: TelemetryConfig = TelemetryConfig()
     log: LogConfig = LogConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    cells: CellsConfig = CellsConfig()
 
     @property
     def state(self) -> Path:
@@ -257,7 +285,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def store_url(self) -> str:
-        return self.store.url or f"sqlite:{self.state / 'hearth.db'}"
+        return self.store.full_url(f"sqlite:{self.state / 'hearth.db'}")
 
     @property
     def secret_path(self) -> Path:
@@ -286,6 +314,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.state / "kernels"
 
     @property
+    def kv_folder(self) -> Path:
+        """Encrypted KV of models with disk_kv_bytes, in files that go with their process."""
+        return Path(self.machine.kv_folder) if self.machine.kv_folder else self.state / "kv"
+
+    @property
     def run_folder(self) -> Path:
         """Where sockets live: below the state folder, or, where a socket's path would be too long, a short private
         folder of the temp dir that is the same for every process of this state folder."""
@@ -304,6 +337,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return list(self.machine.addresses) or [self.machine_address]
 
 
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """Where settings came from, for whoever follows them: `path` None is ./hearth.toml, which need not exist. `load`
+    reads them anew, and raises SettingsError."""
+
+    path: str | None
+    load: Callable[[], Config]
+
+
 def load_config(
     path: str | os.PathLike[str] | None = None,
     *,
@@ -320,7 +362,7 @@ def load_config(
     file = Path(path) if path is not None else Path(CONFIG_NAME)
     if path is not None and not file.is_file():
         raise SettingsError(f"there is no file {file}")
-    document = _read(file) if file.is_file() else {}
+    text, document = _read(file) if file.is_file() else ("", {})
     _override(document, "server", {"host": host, "port": port})
     _override(document, "store", {"url": store_url})
     _override(document, "machine", {"device": device})
@@ -330,8 +372,11 @@ def load_config(
     try:
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{file.name}: {error}") from error
-    _require_unique(file.name, "model", [name for model in config.models for name in (model.name, *model.aliases)])
+        raise SettingsError(f"{_place(file, line_of_error(text, str(error)))}: {error}") from error
+    names = [name for model in config.models for name in (model.name, *model.aliases)]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"{_place(file, line_of_text(text, name))}: the model {name} is there twice")
     _require_unique(file.name, "issuer", [issuer.name for issuer in config.issuers])
     _require_unique(file.name, "issuer's `iss`", [issuer.issuer for issuer in config.issuers])
     for model in config.models:
@@ -346,9 +391,27 @@ def _require_unique(file: str, kind: str, names: list[str]) -> None:
             raise SettingsError(f"{file}: the {kind} {name} is there twice")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def load_readable(path: str | None, state_folder: str | None) -> Config:
+    """What can be read of a file that is wrong, models left out: the tables before the line that is no TOML, else none
+    but the state folder."""
+    file = Path(path or CONFIG_NAME)
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    for part in (text, readable_part(text)):
+        with contextlib.suppress(tomllib.TOMLDecodeError, msgspec.ValidationError):
+            document = {name: value for name, value in tomllib.loads(part).items() if name != "models"}
+            document |= {} if state_folder is None else {"state_folder": str(Path(state_folder).resolve())}
+            return _absolute(msgspec.convert(document, Config), file.resolve().parent)
+    return _absolute(Config(state_folder=state_folder or Config().state_folder), file.resolve().parent)
+
+
+def _place(file: Path, line: int | None) -> str:
+    return file.name if line is None else f"{file.name}: line {line}"
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return text, tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
 
@@ -368,8 +431,13 @@ def _absolute(config: Config, base: Path) -> Config:
         state_folder=str((base / config.state_folder).resolve()),
         models=models,
         issuers=[_resolved(issuer, base, "jwks_file", "ca_file") for issuer in config.issuers],
-        machine=_resolved(config.machine, base, "folder"),
+        machine=_resolved(config.machine, base, "folder", "kv_folder"),
         server=_resolved(config.server, base, "certificate", "key"),
+        log=_resolved(config.log, base, "file"),
+        cluster=_resolved(config.cluster, base, "certificate", "key", "authority"),
+        cells=msgspec.structs.replace(
+            config.cells, others=[_resolved(other, base, "authority") for other in config.cells.others]
+        ),
     )
 
 

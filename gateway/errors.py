@@ -3,23 +3,31 @@
 It does not know how a request is parsed or served; any layer raises an ApiError, and one place answers it.
 """
 
-from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from datetime import date
 from typing import Final
+from urllib.parse import quote
 
 from tenants.records.batches import OPEN_BATCHES_MAX, OPEN_ITEMS_MAX
 
 RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 30
+_IN_PATH: Final = "/:@!$&'()*+,;=-._~"  # what a URL may have there without being escaped
+_IN_QUERY: Final = _IN_PATH + "?%"
+FIELD_MAX: Final = 80  # characters of a field's name in the log
 
 
 @dataclass(eq=False, repr=False)
 class ApiError(Exception):
     """The one way in which a request ends without its result.
 
-    message      what went wrong and what to change; it never holds prompt or completion text.
+    message      what went wrong and what to change; it never holds prompt or completion text, and begins with no word
+                 for the kind of error: the envelope's has "AiError: " before it where a model was asked.
     param        the field of the body at fault, if there is one.
+    regions      where alone the request may be served, of one that came to another one.
+    location     where it is served instead: a redirect's URL.
+    coined       `param` is a name of the caller's own, which no log may have.
     kind         OpenAI's `error.code`, and the outcome in the usage record and the metrics.
     routed       False if no model was reached: the envelope's result is then null instead of {}.
     retry_after_s  whole seconds; set on every 429 and 503.
@@ -39,6 +47,20 @@ class ApiError(Exception):
     closes: bool = False
     allowed: str | None = None
     lasting: bool = False
+    coined: bool = False
+    regions: tuple[str, ...] = ()
+    location: str | None = None
+
+    @property
+    def enveloped(self) -> str:
+        """The message as Cloudflare's envelope has it."""
+        return f"AiError: {self.message}" if self.routed else self.message
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """What the log has of it: no message, since that may name what a caller sent."""
+        field = {} if self.param is None or self.coined else {"field": self.param[:FIELD_MAX]}
+        return {"status": self.status, "code": self.code, "kind": self.kind, **field}
 
     def __post_init__(self) -> None:
         super().__init__(self.message)
@@ -47,63 +69,66 @@ class ApiError(Exception):
 
 
 def bad_input(message: str, param: str | None = None) -> ApiError:
-    return ApiError(400, 5006, f"AiError: Bad input: Error: {message}", kind="invalid_request", param=param)
+    return ApiError(400, 5006, message, kind="invalid_request", param=param)
 
 
 def no_threads() -> ApiError:
     """A conversation by its id. Anthropic's SDK knows the kind, and then sends the whole conversation."""
-    message = "AiError: Bad input: Error: 'thread' is not supported here; nothing is stored; send all messages"
+    message = "'thread' is not supported here; nothing is stored; send all messages"
     return ApiError(400, 5006, message, kind="thread_unsupported_request", param="thread")
 
 
 def body_missing() -> ApiError:
-    message = "AiError: Request is missing headers or body: body; send a JSON object"
+    message = "The request has no body; send a JSON object"
     return ApiError(400, 3003, message, kind="body_missing")
 
 
 def body_too_large(limit_bytes: int) -> ApiError:
-    message = f"AiError: Request too large: the body may have {limit_bytes} bytes"
+    message = f"The request is too large: its body may have {limit_bytes} bytes"
     return ApiError(413, 3006, message, kind="request_too_large", closes=True)
 
 
 def body_too_slow(limit_s: float) -> ApiError:
-    message = f"AiError: Request timeout: the body did not arrive within {limit_s:g} s"
+    message = f"The request's body did not arrive within {limit_s:g} s; send it faster, or less"
     return ApiError(408, 3007, message, kind="request_timeout", closes=True)
 
 
-def no_such_model(name: str) -> ApiError:
-    message = f"AiError: No such model {name[:200]} or task; GET /ai/models/search lists the models that are here"
+def no_such_model(name: str, suggestion: str = "") -> ApiError:
+    """`suggestion` is what Catalogue.did_you_mean says."""
+    lists = "GET /ai/models/search lists the models that are here"
+    message = f"No such model {name[:200]} or task{suggestion or ';'} {lists}"
     return ApiError(400, 5007, message, kind="model_not_found", param="model")
 
 
-def no_model_of_name(name: str) -> ApiError:
+def no_model_of_name(name: str, suggestion: str = "") -> ApiError:
     """A model that is looked up, not called."""
-    message = f"AiError: Model name invalid: there is no '{name[:200]}' for this token; GET /v1/models lists what is"
+    lists = "GET /v1/models lists what is"
+    message = f"There is no model '{name[:200]}' for this token{suggestion or ';'} {lists}"
     return ApiError(404, 3042, message, kind="model_not_found", param="model")
 
 
 def deprecated(name: str, ended_on: date) -> ApiError:
-    message = f"AiError: {name} is deprecated since {ended_on}; GET /ai/models/search lists the models that are served"
+    message = f"{name} is deprecated since {ended_on}; GET /ai/models/search lists the models that are served"
     return ApiError(410, 5028, message, kind="model_deprecated", param="model")
 
 
 def too_long(problem: str) -> ApiError:
     """A prompt over a limit that the catalogue knows, or only the replica."""
-    return ApiError(400, 3030, f"AiError: Sequence too long: {problem}", kind="context_length_exceeded")
+    return ApiError(400, 3030, f"Sequence too long, {problem}", kind="context_length_exceeded")
 
 
 def wrong_task(name: str, task: str) -> ApiError:
     """A model whose task is not the path's."""
     paths = {"Text Embeddings": "/v1/embeddings", "Text Classification": "/v1/rerank"}
     path = paths.get(task, "/v1/chat/completions")
-    message = f"AiError: No such model {name} or task: it is for {task}; call /ai/run/{name} or {path}"
+    message = f"No such model {name} or task, it is for {task}; call /ai/run/{name} or {path}"
     return ApiError(400, 5007, message, kind="model_not_found", param="model")
 
 
 def text_too_long(field: str, tokens: int, limit: int, *, cut: bool) -> ApiError:
     """One of a request's texts; `cut` is whether the gateway could truncate it."""
     advice = "shorten it, or set 'truncate_inputs'" if cut else "shorten it"
-    message = f"AiError: Sequence too long: {tokens} > {limit}: '{field}'; {advice}"
+    message = f"Sequence too long, {tokens} > {limit} in '{field}'; {advice}"
     return ApiError(400, 3030, message, kind="context_length_exceeded", param=field)
 
 
@@ -136,14 +161,37 @@ def suspended() -> ApiError:
     return ApiError(403, 9109, message, kind="account_suspended", routed=False)
 
 
-def wrong_region(region: str, allowed: Iterable[str]) -> ApiError:
+def wrong_region(region: str, allowed: Sequence[str]) -> ApiError:
     where = f"in {region}" if region else "in a place without a name"
     message = f"This account's calls may be served in {', '.join(allowed)} alone, and this gateway is {where}"
-    return ApiError(403, 9109, message, kind="wrong_region", routed=False)
+    return ApiError(403, 9109, message, kind="wrong_region", routed=False, regions=tuple(allowed))
+
+
+def redirected(refusal: ApiError, urls: Mapping[str, str], path: str, query: bytes) -> ApiError:
+    """A refusal as it is, but for one of the wrong region where a gateway of an allowed one has a URL: that is where
+    the request is to be sent. Host and port are the operator's alone, never the request's."""
+    url = next((urls[region] for region in refusal.regions if region in urls), None)
+    if url is None:
+        return refusal
+    location = url + quote(path, _IN_PATH) + (f"?{quote(query, _IN_QUERY)}" if query else "")
+    return replace(refusal, status=307, location=location, closes=True)
+
+
+def kept_at_home(home: str) -> ApiError:
+    message = f"Batches are kept in the cell of their account alone, which is {home}: send the batch there"
+    return ApiError(403, 9109, message, kind="wrong_cell", routed=False)
 
 
 def not_permitted(permission: str) -> ApiError:
     message = f"Unauthorized to access requested resource: the token has no permission '{permission}'"
+    return ApiError(403, 9109, message, kind="permission_denied", routed=False)
+
+
+def origin_not_allowed(origin: str) -> ApiError:
+    """A page of another origin, in a browser."""
+    message = (
+        f"Pages of {origin[:200]} may not call this gateway; its operator allows origins in [server] allowed_origins"
+    )
     return ApiError(403, 9109, message, kind="permission_denied", routed=False)
 
 
@@ -153,7 +201,7 @@ def wrong_network() -> ApiError:
 
 
 def model_not_permitted(name: str) -> ApiError:
-    message = f"AiError: The token may not call {name[:200]}; its models are others"
+    message = f"The token may not call {name[:200]}; its models are others"
     return ApiError(403, 3041, message, kind="model_not_permitted", param="model")
 
 
@@ -186,7 +234,7 @@ def key_reused() -> ApiError:
 
 def answer_not_kept() -> ApiError:
     message = (
-        "AiError: The call with this Idempotency-Key was answered and charged, but its answer was too large to keep; "
+        "The call with this Idempotency-Key was answered and charged, but its answer was too large to keep; "
         "send the request with another key to make it again"
     )
     return ApiError(409, 1010, message, kind="idempotency_key_in_use")
@@ -213,12 +261,10 @@ def method_not_supported(method: str, allowed: str) -> ApiError:
 
 
 def too_many_requests(message: str, retry_after_s: int, *, lasting: bool = False) -> ApiError:
-    message = f"AiError: {message}"
     return ApiError(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=retry_after_s, lasting=lasting)
 
 
 def allocation_used(message: str, retry_after_s: int, *, lasting: bool = False) -> ApiError:
-    message = f"AiError: {message}"
     return ApiError(429, 4006, message, kind="insufficient_quota", retry_after_s=retry_after_s, lasting=lasting)
 
 
@@ -230,12 +276,12 @@ def not_kept() -> ApiError:
 
 def batch_ended() -> ApiError:
     """Ends a request of a batch that was cancelled while it ran; no client sees it."""
-    return ApiError(409, 1009, "AiError: its batch was cancelled", kind="cancelled")
+    return ApiError(409, 1009, "its batch was cancelled", kind="cancelled")
 
 
 def too_many_batches() -> ApiError:
     message = (
-        f"AiError: an account has at most {OPEN_BATCHES_MAX} batches that have not ended, of {OPEN_ITEMS_MAX} requests "
+        f"an account has at most {OPEN_BATCHES_MAX} batches that have not ended, of {OPEN_ITEMS_MAX} requests "
         "in all; wait for one to end, or cancel one"
     )
     return ApiError(429, 3021, message, kind="rate_limit_exceeded", retry_after_s=RETRY_LATER_S)
@@ -243,13 +289,13 @@ def too_many_batches() -> ApiError:
 
 def busy(retry_after_s: int = RETRY_SOON_S) -> ApiError:
     """Capacity that others use for a moment."""
-    message = "AiError: Capacity temporarily exceeded, please try again."
+    message = "Capacity temporarily exceeded, please try again."
     return ApiError(429, 3040, message, kind="capacity_exceeded", retry_after_s=retry_after_s)
 
 
 def _unavailable(message: str, retry_after_s: int, *, kind: str = "unavailable") -> ApiError:
     """A request that nothing here can serve now."""
-    return ApiError(503, 3040, f"AiError: {message}", kind=kind, retry_after_s=retry_after_s)
+    return ApiError(503, 3040, message, kind=kind, retry_after_s=retry_after_s)
 
 
 def no_replica(model: str, retry_after_s: int, *, loading: bool) -> ApiError:
@@ -259,8 +305,19 @@ def no_replica(model: str, retry_after_s: int, *, loading: bool) -> ApiError:
     return _unavailable(f"Nothing can serve {model} now; please try again later.", retry_after_s)
 
 
+def no_machine_in_region(model: str, allowed: Iterable[str]) -> ApiError:
+    """A model that machines serve, but none where the account's calls may be served."""
+    message = f"No machine in {', '.join(allowed)} has {model}, and this account's calls may be served there alone."
+    return _unavailable(message, RETRY_LATER_S, kind="no_machine_in_region")
+
+
 def store_unavailable() -> ApiError:
     return _unavailable("Quotas cannot be checked now; please try again.", RETRY_SOON_S, kind="store_unavailable")
+
+
+def home_unavailable() -> ApiError:
+    message = "The cell that keeps this account does not answer now, and what it lent this one is used up; try again."
+    return _unavailable(message, RETRY_SOON_S, kind="home_unavailable")
 
 
 def issuer_unavailable() -> ApiError:
@@ -270,17 +327,17 @@ def issuer_unavailable() -> ApiError:
 
 def draining() -> ApiError:
     message = "This gateway is shutting down; please send the request again."
-    return _unavailable(message, RETRY_SOON_S, kind="draining")
+    return ApiError(503, 3040, message, kind="draining", retry_after_s=RETRY_SOON_S, closes=True)
 
 
 def replica_lost() -> ApiError:
-    message = "AiError: AiError: Internal server error: the model's replica was lost; please send the request again"
+    message = "Internal server error, the model's replica was lost; please send the request again"
     return ApiError(500, 5000, message, kind="replica_lost")
 
 
 def failed(message: str) -> ApiError:
     """A request that a replica or a batch gave up, with the reason."""
-    return ApiError(500, 5000, f"AiError: AiError: Internal server error: {message or 'cancelled'}", kind="failed")
+    return ApiError(500, 5000, f"Internal server error, {message or 'cancelled'}", kind="failed")
 
 
 def bad_grammar(field: str, message: str) -> ApiError:
@@ -289,30 +346,30 @@ def bad_grammar(field: str, message: str) -> ApiError:
 
 
 def grammar_not_met(problem: str, param: str) -> ApiError:
-    return ApiError(400, 5024, f"AiError: JSON Mode couldn't be met: {problem}", kind="json_not_met", param=param)
+    return ApiError(400, 5024, f"JSON Mode couldn't be met, for {problem}", kind="json_not_met", param=param)
 
 
 def no_adapters() -> ApiError:
-    message = "AiError: Model does not support LoRa inference: adapters are not served here; leave 'lora' out"
+    message = "Model does not support LoRa inference, adapters are not served here; leave 'lora' out"
     return ApiError(405, 5005, message, kind="adapter_not_supported", param="lora", allowed="POST")
 
 
 def timed_out(limit_s: float) -> ApiError:
-    message = f"AiError: Request timeout: it took more than {limit_s:g} s; ask for fewer tokens"
+    message = f"Request timeout after {limit_s:g} s; ask for fewer tokens"
     return ApiError(408, 3046, message, kind="timeout")
 
 
 def crashes(minutes: int) -> ApiError:
     """A request that crashed its model twice; a 4xx, so that no client library retries it."""
     message = (
-        "AiError: This request was running in two crashes of its model and is refused "
+        "This request was running in two crashes of its model and is refused "
         f"for {minutes} minutes; change it before you send it again"
     )
     return ApiError(422, 5012, message, kind="crashes")
 
 
 def internal() -> ApiError:
-    return ApiError(500, 5000, "AiError: AiError: Internal server error", kind="internal")
+    return ApiError(500, 5000, "Internal server error", kind="internal")
 
 
 def bad_head(fault: str) -> ApiError:

@@ -4,14 +4,14 @@ What refuses a new request ends a running one: the same checks are asked again o
 """
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from gateway import errors
-from gateway.admission import check_model, check_rights
+from gateway.admission import check_model, check_region, check_rights
 from gateway.authentication import Authenticator, credential_of
 from gateway.catalogue.catalogue import Model
 from gateway.errors import ApiError
@@ -19,7 +19,7 @@ from gateway.http.exchange import Exchange
 from gateway.http.routes import Handler
 from gateway.inference.lifecycle import InferenceCall
 from tenants.auth.caller import Caller
-from tenants.auth.errors import AccountSuspended, Unauthenticated
+from tenants.auth.errors import AccountSuspended, Unauthenticated, WrongRegion
 from tenants.auth.issuers import IssuerUnavailable
 from tenants.limits.quota import Quota
 from tenants.limits.reservation import Overdrawn
@@ -44,24 +44,27 @@ class OpenRequest:
 
 class OpenRequestChecks:
     """Asks of running requests what is asked of new ones. All go on while the store is away. `calendar` is
-    seconds since 1970."""
+    seconds since 1970. New ones of accounts that may not be served in this region are sent to `region_urls`."""
 
-    def __init__(self, quota: Quota, calendar: Callable[[], float], region: str) -> None:
+    def __init__(
+        self, quota: Quota, calendar: Callable[[], float], region: str, region_urls: Mapping[str, str]
+    ) -> None:
         self._quota = quota
         self._calendar = calendar
-        self._region = region
+        self.region = region
+        self.region_urls = region_urls
         self._look_ups = asyncio.Semaphore(LOOK_UPS)
 
     async def admit(self, look_up: LookUp, exchange: Exchange, model: Model) -> Caller:
         """The caller of a request that was accepted earlier and begins now. Raises ApiError and StoreUnavailable."""
         try:
             caller = await look_up()
-        except (Unauthenticated, AccountSuspended) as ended:
+        except (Unauthenticated, AccountSuspended, WrongRegion) as ended:
             raise _ended_error(ended) from None
         except IssuerUnavailable:
             raise errors.issuer_unavailable() from None
         _check_rights(caller, exchange)
-        check_model(self._region, self._calendar(), caller, model, model.name)
+        check_model(self.region, self._calendar(), caller, model, model.name)
         return caller
 
     async def end_refused(self, groups: Iterable[tuple[LookUp, Sequence[OpenRequest]]]) -> None:
@@ -79,7 +82,7 @@ class OpenRequestChecks:
                 overdrawn = await self._quota.overdrawn(caller) if changed else {}
         except StoreUnavailable:
             return
-        except (Unauthenticated, AccountSuspended) as ended:
+        except (Unauthenticated, AccountSuspended, WrongRegion) as ended:
             for request in requests:
                 request.exchange.interrupt(_ended_error(ended))
             return
@@ -101,8 +104,10 @@ def _check_rights(caller: Caller, exchange: Exchange) -> None:
     check_rights(caller, exchange, exchange.path_params.get("account_id"), (Permission.INFERENCE,))
 
 
-def _ended_error(ended: Unauthenticated | AccountSuspended) -> ApiError:
+def _ended_error(ended: Unauthenticated | AccountSuspended | WrongRegion) -> ApiError:
     """The refusal of a request whose credential was in force when it arrived."""
+    if isinstance(ended, WrongRegion):
+        return errors.wrong_region(ended.region, ended.allowed)
     return errors.suspended() if isinstance(ended, AccountSuspended) else errors.token_ended()
 
 
@@ -130,6 +135,10 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._open)
 
+    def by_account(self) -> Counter[str]:
+        """How many each account has."""
+        return Counter(request.caller.account.id for request in self._open.values() if request is not None)
+
     def handler(self, serve: Callable[[OpenRequest], Awaitable[None]]) -> Handler:
         """Builds a handler whose requests are open while it runs; while this gateway drains it refuses new ones."""
 
@@ -143,8 +152,11 @@ class OpenRequests:
             self._on_change(len(self))
             try:
                 caller = await self._authenticator.verify(exchange, account_id, (Permission.INFERENCE,))
+                check_region(self._checks.region, caller)  # before a byte of the body is read
                 self._open[exchange] = request = OpenRequest(exchange, caller)
                 await serve(request)
+            except ApiError as refusal:
+                raise errors.redirected(refusal, self._checks.region_urls, exchange.path, exchange.query) from None
             finally:
                 del self._open[exchange]
                 self._on_change(len(self))

@@ -1,5 +1,6 @@
 """The models' side of one gateway: its catalogue, its fleet, and what answers calls. It serves nothing."""
 
+import hmac
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -7,9 +8,9 @@ from typing import Final
 from gateway.api.endpoint import InferenceEndpoint
 from gateway.batch.api import BatchApi
 from gateway.batch.encryption import BatchEncryption
-from gateway.catalogue.catalogue import open_catalogue
-from gateway.cluster.fleet import ReplicaFleet
-from gateway.config import Config
+from gateway.catalogue.follower import CatalogueFollower
+from gateway.config import Config, SettingsFile
+from gateway.hosts import GatewayHosts, open_hosts
 from gateway.http.idempotency import IdempotencyStore
 from gateway.inference.context import InferenceContext
 from gateway.inference.crash_breaker import CrashBreaker
@@ -30,36 +31,55 @@ class Serving:
     context: InferenceContext
     endpoint: InferenceEndpoint
     batches: BatchApi
+    follower: CatalogueFollower
+    hosts: GatewayHosts
 
 
-def open_serving(config: Config, tenancy: Tenancy, tracer: RequestTracer | None = None) -> Serving:
-    """Reads the models' folders; connects to nothing yet. Raises SettingsError."""
-    metrics, store, secret = Metrics(config.telemetry.metrics_accounts), tenancy.store, tenancy.secret
+def open_serving(
+    config: Config, tenancy: Tenancy, tracer: RequestTracer | None = None, source: SettingsFile | None = None
+) -> Serving:
+    """Reads the models' folders; connects to nothing yet. Raises SettingsError. With a `source` the catalogue follows
+    it."""
+    instance = f"{config.server.host}:{config.server.port}"
+    metrics = Metrics(config.telemetry.metrics_accounts, instance, tenancy.clock)
+    store, secret = tenancy.store, tenancy.secret
+    hosts = open_hosts(config, tenancy)
+    limits = hosts.placed(config.server)
     context = InferenceContext(
-        limits=config.server,
+        limits=limits,
         quota=tenancy.quota,
         soft_caps=tenancy.soft_caps,
-        fleet=ReplicaFleet(config.machine_addresses, on_waited=metrics.observe_wake_wait),
+        fleet=hosts.fleet(metrics.observe_wake_wait),
         crash_breaker=CrashBreaker(time.monotonic),
         store_health=StoreHealth(),
         metrics=metrics,
-        tracer=tracer or open_tracer(config.telemetry),
+        tracer=tracer or open_tracer(config.telemetry, limits.region),
         clock=time.monotonic,
         account_bytes=tenancy.account_bytes,
     )
+    tenancy.accounts.epochs.on_raised = context.fleet.epochs.add
+    context.fleet.route_key = hmac.digest(secret, b"hearth routes", "sha256")
     keep_s, threads = int(config.server.batch_keep_s), context.account_locks
     batches = BatchApi(store.batches, BatchEncryption(secret), keep_s, tenancy.clock, threads)
     lifetime_s = int(config.server.request_s) + KEY_MARGIN_S
+    follower = CatalogueFollower(config, source)
+    catalogue = follower.catalogue
     endpoint = InferenceEndpoint(
         context=context,
-        catalogue=open_catalogue(config),
+        catalogue=catalogue,
         replays=ReplayCache(IdempotencyStore(store.claims, secret), tenancy.clock, lifetime_s),
         scrubber=InternedScrubber(),
         answer_batch=batches.answer,
         calendar=tenancy.clock,
     )
-    models = [model.name for model in endpoint.catalogue]
-    metrics.watch(models, context.fleet, context.store_health, tenancy.quota, tenancy.reconciler, config.outbox_folder)
+    metrics.watch(
+        lambda: catalogue.names,
+        context.fleet,
+        context.store_health,
+        tenancy.quota,
+        tenancy.reconciler,
+        config.outbox_folder,
+    )
     if config.server.certificate:
         metrics.watch_certificate(config.server.certificate)
-    return Serving(context, endpoint, batches)
+    return Serving(context, endpoint, batches, follower, hosts)

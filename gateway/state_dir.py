@@ -63,6 +63,17 @@ def server_secret(config: Config) -> bytes:
     return secret
 
 
+def adopt_secret(config: Config, secret: bytes) -> None:
+    """Keeps the secret of the gateways that this host has joined. Raises SettingsError where it has another one."""
+    open_state(config)
+    _write_new(config.secret_path, secret.hex().encode() + b"\n")
+    if server_secret(config) != secret:
+        raise SettingsError(
+            f"{config.secret_path} is not the secret of the gateways that this host joins: "
+            "move it away if nothing of this host's own store is needed, or --state names another folder"
+        )
+
+
 def read_credentials(config: Config) -> Credentials | None:
     """The credentials of the first start; None without a file that can be read."""
     try:

@@ -11,7 +11,8 @@ from heapq import heappop, heappush, heapreplace
 from typing import Final
 
 from prefixcache.lazy_heap import LazyHeap
-from prefixcache.namespace import Namespace
+from prefixcache.names import NAME_BYTES, next_name
+from prefixcache.namespace import CacheShare, Namespace
 
 TOKEN_BYTES: Final = 4
 
@@ -23,7 +24,7 @@ class RadixNode:
     it has one block, and becomes a bytearray only when it is lengthened or shortened; leaves have one dict in common.
     """
 
-    __slots__ = ("blocks", "children", "label", "parent", "pins", "queued_s", "reads", "used_s")
+    __slots__ = ("blocks", "children", "label", "names", "parent", "pins", "queued_s", "reads", "used_s")
 
     def __init__(
         self, parent: "RadixNode | None", label: bytes | bytearray, blocks: "array[int]", pins: int, used_s: float
@@ -36,6 +37,7 @@ class RadixNode:
         self.used_s = used_s  # when a lease last began or ended here
         self.reads = 0  # how many requests found it
         self.queued_s = 0.0  # what its root's `leaves` are ordered by; 0 outside of them
+        self.names = b""  # of its first blocks, one behind the other, as far as they were asked for; of a root its own
 
     def __lt__(self, other: "RadixNode") -> bool:
         return self.queued_s < other.queued_s
@@ -138,11 +140,22 @@ class NamespaceRoot(RadixNode):
         parent.remove_child(self._key(lower))  # whose key must not outlive it beside an equal label
         upper = RadixNode(parent, bytes(lower.label[:cut]), lower.blocks[:blocks], lower.pins, lower.used_s)
         upper.reads = lower.reads
+        upper.names, lower.names = lower.names[: blocks * NAME_BYTES], lower.names[blocks * NAME_BYTES :]
         lower.label, lower.blocks = bytes(lower.label[cut:]), lower.blocks[blocks:]
         lower.parent = upper
         parent.add_child(self._key(upper), upper)
         upper.add_child(self._key(lower), lower)
         return upper
+
+    def cut(self, path: list[RadixNode], blocks: list[int], count: int) -> RadixNode:
+        """Shortens a path from here, and its blocks, to so many of them. Returns the node where it ends now."""
+        while len(blocks) > count:
+            node = path.pop()
+            start = len(blocks) - len(node.blocks)
+            del blocks[max(start, count) :]
+            if start < count:
+                path.append(self.split(node, count - start))
+        return path[-1]
 
     def append(self, node: RadixNode, label: bytes, blocks: list[int], used_s: float) -> RadixNode:
         """Puts new, pinned blocks below `node`: on its own edge where the one lease that reaches it was the first to,
@@ -227,6 +240,23 @@ class NamespaceRoot(RadixNode):
         used_s, keep_s = self.oldest_used_s(), self.scope.keep_s
         return None if used_s is None or keep_s is None else used_s + keep_s
 
+    def names_of(self, node: RadixNode) -> bytes:
+        """The names of a node's blocks, one behind the other; the root has its own. Each is worked out once."""
+        unnamed = []
+        for above in node.path():
+            if above is self or len(above.names) == len(above.blocks) * NAME_BYTES:
+                break
+            unnamed.append(above)
+        for below in reversed(unnamed):
+            assert below.parent is not None
+            names, size = bytearray(below.names), self._block_bytes
+            name = (names or below.parent.names)[-NAME_BYTES:]
+            for start in range(len(names) // NAME_BYTES * size, len(below.label), size):
+                name = next_name(bytes(name), below.label[start : start + size])
+                names += name
+            below.names = bytes(names)
+        return node.names
+
     def trim(self, count: int) -> list[int]:
         """Takes up to `count` blocks off the end of the least recently used leaf."""
         node = self.oldest()
@@ -235,6 +265,7 @@ class NamespaceRoot(RadixNode):
         freed = node.blocks[left:].tolist()
         if left:
             del node.blocks[left:], node.editable()[left * self._block_bytes :]
+            node.names = node.names[: left * NAME_BYTES]
         else:
             parent = node.parent
             assert parent is not None
@@ -311,13 +342,14 @@ class ScopeState:
 class AccountShare:
     """The sums over one account's namespaces, its share, and its namespaces by age."""
 
-    __slots__ = ("by_age", "cached", "cap", "floor", "name", "pinned", "roots", "totals")
+    __slots__ = ("by_age", "cached", "cap", "floor", "name", "pinned", "roots", "share", "totals")
 
     def __init__(self, name: bytes, totals: BlockCounts) -> None:
         self.name = name
         self.totals = totals  # of all accounts
         self.roots: dict[NamespaceRoot, None] = {}
         self.by_age: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.oldest_used_s)
+        self.share = CacheShare()  # as it was asked for
         self.floor = 0  # as far as it was granted
         self.cap: int | None = None
         self.cached = 0

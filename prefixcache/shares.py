@@ -30,6 +30,7 @@ class AccountShares:
         self.floors = others + min(floor, self._blocks - others)
         account.floor = self.floors - others
         account.cap = share.cap
+        account.share = share
         self.rank(account)
 
     def forget_if_empty(self, account: AccountShare) -> None:

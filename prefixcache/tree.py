@@ -21,9 +21,11 @@ from math import inf, nextafter
 from typing import Final, Literal
 
 from prefixcache.lazy_heap import LazyHeap
+from prefixcache.names import NAME_BYTES, BlockNames, split_names
 from prefixcache.namespace import Namespace, RetentionPolicy, ScopeKey
 from prefixcache.radix import TOKEN_BYTES, AccountShare, NamespaceRoot, RadixNode, ScopeState
 from prefixcache.shares import AccountShares
+from prefixcache.tier import DepartedBlocks
 
 EPOCHS_MAX: Final = 1 << 16
 EvictionCause = Literal["space", "cap", "epoch", "age"]
@@ -62,8 +64,11 @@ class PrefixTree:
     evicted_{space, cap, epoch, age}_blocks.
     """
 
-    def __init__(self, blocks: int, block_tokens: int, clock: Callable[[], float]) -> None:
-        """`blocks` is the pool's size; the clock gives seconds and never goes back."""
+    def __init__(
+        self, blocks: int, block_tokens: int, clock: Callable[[], float], names: BlockNames | None = None
+    ) -> None:
+        """`blocks` is the pool's size; the clock gives seconds and never goes back. With `names`, what is evicted for
+        want of space is told by `take_departed`."""
         assert blocks > 0
         assert block_tokens > 0
         self.block_tokens = block_tokens
@@ -71,6 +76,8 @@ class PrefixTree:
         self._blocks = blocks
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._clock = clock
+        self._names = names
+        self._departed: list[DepartedBlocks] = []
         self._accounts = AccountShares(blocks)
         self._totals = self._accounts.totals
         self._wiped = AccountShare(b"", self._totals)  # roots of old epochs: never matched, swept and not evicted
@@ -95,8 +102,13 @@ class PrefixTree:
         """Cached blocks that two or more leases pin at this moment."""
         return self._totals.shared
 
-    def match(self, namespace: Namespace, tokens: "array[int]", policy: RetentionPolicy) -> Lease:
+    def match(
+        self, namespace: Namespace, tokens: "array[int]", policy: RetentionPolicy,
+        usable: Callable[[list[int]], int] = len,
+    ) -> Lease:  # fmt: skip
         """Finds and pins the longest cached prefix, in whole blocks, of u32 `tokens`. The lease may be empty.
+
+        `usable` says with how many of the blocks found the caller can begin; the lease has no more.
 
         The policy holds from now on: its share for the account, its keep_s for the scope. A scope that several
         accounts use counts for the one that was the first to. A cap that was lowered is kept from the scope's next
@@ -111,9 +123,12 @@ class PrefixTree:
             path.append(node)
             blocks += node.blocks
             at += len(node.label)
+        if (count := usable(blocks)) < len(blocks):
+            node = root.cut(path, blocks, count)
+            at = count * self._block_bytes
         now_s = self._tick()
-        for node in path:
-            root.pin(node, now_s)
+        for reached in path:
+            root.pin(reached, now_s)
         self.counters["lookups"] += 1
         self.counters["lookup_tokens"] += len(tokens)
         self.counters["hit_tokens"] += at // TOKEN_BYTES
@@ -182,6 +197,30 @@ class PrefixTree:
             freed += more
         return freed
 
+    def take_departed(self) -> list[DepartedBlocks]:
+        """What was evicted for want of space since the last call, but for what nobody was to find any more."""
+        departed, self._departed = self._departed, []
+        return departed
+
+    def names(self, lease: Lease) -> list[bytes]:
+        """The name that a lease's namespace begins with, and those of its blocks."""
+        root = lease._root
+        assert root is not None, "the lease is released"
+        root.names_of(lease._node)
+        return split_names(b"".join(node.names for node in [*lease._node.path()][::-1]))
+
+    def last_name(self, lease: Lease) -> bytes:
+        """The last of its `names`."""
+        assert lease._root is not None, "the lease is released"
+        return lease._root.names_of(lease._node)[-NAME_BYTES:]
+
+    def unused_s(self) -> float | None:
+        """For how long nobody read the block that `evict` frees next; None where all are pinned."""
+        candidate = self._accounts.next_to_evict()
+        root = None if candidate is None else candidate[0].by_age.peek()
+        used_s = None if root is None else root.oldest_used_s()
+        return None if used_s is None else self._clock() - used_s
+
     def sweep(self, count: int) -> list[int]:
         """Frees up to `count` unpinned blocks that are found no more: first those of old epochs, then expired ones.
 
@@ -194,6 +233,14 @@ class PrefixTree:
                 break
             freed += self._trim(root, count - len(freed), "age")
         return freed
+
+    def raise_epochs(self, epochs: Mapping[bytes, int]) -> None:
+        """Wipes what is of an epoch before these, by account or scope id, as lookups of these would. O(namespaces)."""
+        for root in list(self._roots.values()):
+            epoch = max(epochs.get(root.account.name, 0), epochs.get(root.namespace.scope_id, 0))
+            if epoch > root.namespace.epoch:
+                root.scope.epoch = epoch
+                self._wipe(root)
 
     def forget(self, lease: Lease, blocks: int) -> None:
         """Hides what the lease reads behind its first `blocks`, and all nodes below: it is found by nobody from now on.
@@ -312,6 +359,8 @@ class PrefixTree:
     def _new_root(self, namespace: Namespace, policy: RetentionPolicy, scope: ScopeState) -> NamespaceRoot:
         account = next(iter(scope.roots)).account if scope.roots else self._accounts.get_or_create(policy.account)
         root = self._roots[namespace] = NamespaceRoot(namespace, account, scope)
+        if self._names is not None:
+            root.names = self._names.root(namespace)
         account.add_root(root)
         scope.roots[root] = None
         return root
@@ -389,7 +438,13 @@ class PrefixTree:
         return freed
 
     def _trim(self, root: NamespaceRoot, count: int, cause: EvictionCause) -> list[int]:
+        node = root.oldest() if cause == "space" and self._names is not None else None
+        names = b"" if node is None or root.is_hidden(node) else root.names_of(node)
         freed = root.trim(count)
+        if node is not None and names:
+            policy = RetentionPolicy(root.account.name, root.account.share, root.scope.keep_s)
+            named = split_names(names[-len(freed) * NAME_BYTES :])
+            self._departed.append(DepartedBlocks(root.namespace, policy, node.used_s, named, freed))
         self.counters[f"evicted_{cause}_blocks"] += len(freed)
         self._remove_if_empty(root)
         return freed

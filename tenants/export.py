@@ -17,11 +17,11 @@ import msgspec
 from msgspec import structs
 
 from tenants.audit import PAGE, SYSTEM, AuditLog
-from tenants.records.accounts import DEFAULT_PLAN, Account, AuditEntry, Plan, Settings
+from tenants.records.accounts import DEFAULT_PLAN, Account, AuditEntry, Deletion, Plan, Settings, name_key
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import UsageRecord
-from tenants.store.protocol import RETENTION_DAYS, Store, StoreUnavailable
+from tenants.store.protocol import RETENTION_DAYS, NameTaken, Store, StoreUnavailable
 
 FORMAT: Final = 1
 LINE_BYTES_MAX: Final = 1 << 20
@@ -67,6 +67,8 @@ class _Account(_Line, frozen=True, tag="account"):
     epoch: int = 0
     suspended_at: int | None = None
     revision: int = 1
+    deletion: Deletion | None = None
+    home: str = ""
 
 
 class _Token(_Line, frozen=True, tag="token"):
@@ -250,6 +252,7 @@ class _Merger:
         self._store = store
         self._stored_plans = stored_plans  # the store's plans
         self._known = known  # its accounts
+        self._names = {name_key(account.name): account.id for account in known.values()}
         self._default_in_use = any(account.plan.name == DEFAULT_PLAN.name for account in known.values())
         self._write = write
         self._plans: dict[str, Plan] = {}
@@ -296,10 +299,24 @@ class _Merger:
                     f"account {line.id} is there already, in revision {existing.revision}, and not as it is in the file"
                 )
             return
+        await self._add_account(line)
+
+    async def _add_account(self, line: _Account) -> None:
+        """Adds an account. A name that two accounts of the file share is theirs to keep: names need not have been
+        unique where it was written."""
+        holder = self._names.setdefault(name_key(line.name), line.id)
+        if ("account", holder) not in self._seen:
+            raise InvalidExport(
+                f"account {line.id} has the name {line.name!r}, which is that of account {holder} here: rename one, by "
+                "`hearth accounts rename`"
+            )
         self.imported.accounts.append(line.id)
         if self._write:
             self._known[line.id] = Account(**{**structs.asdict(line), "plan": self._plans[line.plan]})
-            await self._store.accounts.add(self._known[line.id])
+            try:
+                await self._store.accounts.add(self._known[line.id], shared_name=holder != line.id)
+            except NameTaken as taken:
+                raise InvalidExport(f"account {taken.account_id} has taken the name {line.name!r} meanwhile") from None
 
     async def _merge_token(self, token: ApiToken, seals: list[TokenDigest]) -> None:
         self._require_first("token", token.id)

@@ -1,5 +1,6 @@
 """What tests of all packages share: a real Redis, the interpreter where there is no GPU, and which tests are slow."""
 
+import gc
 import json
 import os
 import signal
@@ -18,7 +19,9 @@ for _number in (signal.SIGINT, signal.SIGHUP):  # a run in the background ignore
 
 ROOT = Path(__file__).parents[1]
 DURATIONS = Path(__file__).with_name("durations.json")
-SLOW_S = 2.0
+SLOW_S = 1.0
+SLOW_TIMEOUT_S = 300  # of a slow test, or
+BUSY = 40  # times what it took when it was measured: that was on quiet cores
 SLOW_FOLDERS = ("tests/end_to_end", "tests/conformance")  # whole servers, which start once and serve all their tests
 
 
@@ -35,15 +38,38 @@ def measured_s() -> dict[str, float]:
 
 
 def is_slow(name: str, seconds: float) -> bool:
-    """Whether it took two seconds and more when it was measured, or needs a server of its own."""
+    """Whether it took SLOW_S and more when it was measured, or needs a server of its own."""
     return seconds >= SLOW_S or name.startswith(SLOW_FOLDERS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets each worker begin to import the tests of a folder at another place: a clean clone has nothing compiled yet,
+    and what one worker has compiled, the others find. That is a third of what collecting costs them."""
+    worker = getattr(config, "workerinput", None)
+    if worker is None or not all(Path(name).is_dir() for name in config.args):
+        return
+    ignored = {Path(name).resolve() for name in config.getoption("ignore") or ()}
+    paths = [path for name in config.args for path in sorted(Path(name).rglob("test_*.py"))]
+    paths = [path for path in paths if ignored.isdisjoint(path.resolve().parents)]
+    first = len(paths) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    config.args[:] = map(str, paths[first:] + paths[:first])
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path)  # the same in each worker
     seconds = measured_s()
     for item in items:
-        if is_slow(item.nodeid, seconds.get(item.nodeid, 0.0)):
+        took = seconds.get(item.nodeid, 0.0)
+        if is_slow(item.nodeid, took):
             item.add_marker(pytest.mark.slow)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(max(SLOW_TIMEOUT_S, BUSY * took)))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of tests and what they import stay: collections need not go through them again
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -57,6 +83,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seconds = {name: took for name, took in seconds.items() if (ROOT / name.split("::")[0]).exists()} | measured
     lines = {name: round(took, 1) for name, took in sorted(seconds.items()) if took >= 0.5}
     DURATIONS.write_text(json.dumps(lines, indent=0, ensure_ascii=False) + "\n")
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """asyncio alone, which is what serves: trio comes along with what drives the browser."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

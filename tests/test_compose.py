@@ -24,7 +24,7 @@ _SERVICE: dict[str, Any] = {
     "additionalProperties": False,
     "required": ["image"],
     "properties": {
-        "image": {"type": "string", "pattern": "^[a-z0-9./-]+:[A-Za-z0-9._-]+$"},
+        "image": {"type": "string", "pattern": "^(\\$\\{[A-Z_]+:-)?[a-z0-9./-]+:[A-Za-z0-9._-]+\\}?$"},
         "build": {"const": "."},
         "command": _WORDS,
         "profiles": _WORDS,
@@ -146,7 +146,7 @@ def test_gateways_and_machine_share_the_folder_of_sockets(compose: dict[str, Any
 
 def test_the_image_is_built_of_every_package_and_of_nothing_that_the_build_does_not_see() -> None:
     seen = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    for name in ("pyproject.toml", "README.md", "gateway", "engine", "prefixcache", "tenants"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "gateway", "engine", "prefixcache", "tenants"):
         assert name in seen
         assert (ROOT / name).exists()
     copied = {word for line in DOCKERFILE.splitlines() if line.startswith("COPY ") for word in line.split()[1:-1]}

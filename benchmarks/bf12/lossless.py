@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -173,7 +173,7 @@ def _serve(asks: Connection, model: ModelSpec, device: str) -> None:
     engine.prepare()
     asks.send(engine.model.report)
     vocabulary = range(engine.vocabulary)
-    with closing(engine), ExitStack() as stack:
+    with engine, ExitStack() as stack:
         while True:
             try:
                 what, *sizes = asks.recv()

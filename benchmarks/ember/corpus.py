@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from benchmarks.ember import words
+from benchmarks.ember.businesses import Business
 from benchmarks.ember.calls import call_line, missing, request, result, some_tools
 from benchmarks.ember.facts import (
     KNOWN,
@@ -28,7 +29,7 @@ from benchmarks.ember.facts import (
     Stories,
     listed,
 )
-from benchmarks.ember.phrasing import indirect
+from benchmarks.ember.phrasing import indirect, reworded
 from benchmarks.ember.statements import Plans, Statements
 from benchmarks.ember.talk import echo, forgotten, identity, knowledge, memory, small_talk, unanswerable
 from benchmarks.ember.values import Draw, Split
@@ -177,9 +178,10 @@ class Prompt:
 
 OPENERS: Final = (
     "Hi, ", "Hello! ", "Please: ", "Hey, ", "Excuse me, ", "Quick question: ", "One more thing: ", "Sorry, ", "So, ", "Good morning! ", "Question: ", "My question is: ", "I wonder: ", "Just asking: ",
+    "Hello there, ", "Good evening. ", "Hey there! ", "Hi! ", "Dear team, ", "Just one thing. ", "Me again: ", "One short question. ", "We are visiting next week. ", "It's our first time. ", "I looked everywhere. ", "My husband asks: ", "My sister wants to come. ", "I live nearby. ", "I've been a customer for years. ", "Not sure if you can help. ", "I couldn't find it online. ", "Sorry to bother you. ", "Help! ", "Um, ", "Ok so ", "Listen, ", "We are on our way. ", "I'm calling for a friend. ", "Last question. ",
     "I am new here. ", "We are a family of four. ", "I'm at the door. ", "It's me again. ", "Okay. ", "Thanks. ", "Great. ", "Now, ", "Well, ", "By the way, ", "Tell me: ", "I forgot to ask. ", "Before I go: ", "Can you help me? ", "I have a question. ",
 )  # fmt: skip
-CLOSERS: Final = (" Thanks!", " Thank you.", " please", " Please.", " I'm in a hurry.", " I need it today.", " My friend wants to know.", " It's important.", " I can't find it.", " Just curious.", " I need to know.", " Thank you very much!", " I hope you can help.", " It is for my boss.")  # fmt: skip
+CLOSERS: Final = (" Thanks!", " Thank you.", " please", " Please.", " I'm in a hurry.", " I need it today.", " My friend wants to know.", " It's important.", " I can't find it.", " Just curious.", " I need to know.", " Thank you very much!", " I hope you can help.", " It is for my boss.", " I'd be grateful.", " Cheers!", " Any idea?", " Do you know?", " Can you tell me?", " That's all I need.", " We are four people.", " It's my first visit.", " I can't remember.", " Nobody could tell me.", " thx", " pls", " Many thanks in advance.", " It's rather urgent.")  # fmt: skip
 FILLERS: Final = (
     "exactly actually then also again now really currently please maybe just today here there again roughly".split()
 )
@@ -221,6 +223,8 @@ def spoken(draw: Draw, question: str) -> str:
     return question + draw.pick(CLOSERS)
 
 
+MISSES: Final = 0.05  # of the questions to a business that its prompt does not answer; at 0.11 Ember said too often that it does not know
+BUSINESS_REACH: Final = 320  # tokens of a system prompt about a business, beyond which it has no more to say
 KEYS: Final = ("answer", "value", "result", "response", "text", "data", "reply")
 
 
@@ -286,6 +290,28 @@ def turns(draw: Draw, conversation: Conversation, prompt: Prompt, count: int) ->
 def nobody(draw: Draw) -> tuple[str, str]:
     """Questions who the assistant is, where no system prompt says so."""
     return identity(draw, None, None)
+
+
+def about_business(draw: Draw, size: int) -> Conversation:
+    """Everyday questions to a business: more of them for each token of its prompt than about_facts asks."""
+    prompt = Business(draw, size)
+    conversation = Conversation([{"role": "system", "content": prompt.text}])
+    for _ in range(draw.number(4, 8 + size // 12)):
+        roll = draw.chance()
+        missed = prompt.miss(draw) if roll < MISSES else None
+        if missed is not None:
+            conversation.say(spoken(draw, missed), UNKNOWN)
+        elif roll > 0.98:
+            conversation.say(*json_turn(draw, prompt.ask(draw)))
+        elif roll > 0.95:
+            question, answer = identity(draw, prompt.persona, prompt.office)
+            conversation.say(spoken(draw, question), answer)
+        else:
+            ask = prompt.ask(draw)
+            conversation.say(spoken(draw, reworded(draw, ask.question)), ask.answer)
+            if ask.follows and draw.maybe(0.2):
+                conversation.say(*draw.pick(ask.follows))
+    return conversation
 
 
 def about_facts(draw: Draw, size: int) -> Conversation:
@@ -453,8 +479,10 @@ def document(draw: Draw, reach: int) -> Conversation:
     """One training document; `reach` is the longest system prompt of the moment, in tokens."""
     roll = draw.chance()
     size = int(20 * (max(reach, 21) / 20) ** draw.chance()) if draw.maybe(0.5) else draw.number(20, max(21, reach))
-    if roll < 0.62:
+    if roll < 0.36:
         return about_facts(draw, size)
+    if roll < 0.66:
+        return about_business(draw, min(size, BUSINESS_REACH))
     if roll < 0.86:
         return with_tools(draw, min(size, 400))
     if roll < 0.96:

@@ -37,7 +37,38 @@ ORDERS: Final = (
 IMPERATIVES: Final = frozenset("tell give show book reserve check cancel stop track send email write mail text message set start count create put schedule change exchange use take find search look add play turn switch make heat open report order call get transfer pay translate restart reboot list shut update delete remove read move copy print scan lock unlock test assign register approve archive export import rename sync close".split())
 BEFORE: Final = ("My day is full. ", "I'm in a hurry. ", "We talked about this. ", "I have guests tonight. ", "I just came home. ", "It's urgent. ", "As I said before: ", "You know me. ", "I'm on the phone. ", "Last thing for today. ", "It's Friday. ", "Before I forget: ", "New task. ", "Something else. ")
 AFTER: Final = (" Thanks!", " That's all.", " I'm waiting.", " Thank you so much.", " It's for a friend.", " Make it quick.", " And tell me when it's done.", " I trust you.", " Now.", " It can't wait.", " That would be great.", " Can you do that?", " Is that possible?", " Please hurry.")
+# ways to say the same, of which each may stand for any other of its line
+SAME: Final = tuple(tuple(line.split(";")) for line in """
+Can I;May I;Could I;Am I allowed to;Is it okay if I;Is it all right if I;Is it possible to;Would it be okay to;Are we allowed to;Can we;May we;Am I permitted to;Would I be able to;Is it fine to;Could we;Is one allowed to;Can one;Are people allowed to
+Do I have to;Must I;Do I need to;Am I required to;Should I;Is it necessary to;Do we have to;Am I supposed to;Will I have to;Do I really have to;Must we;Am I obliged to;Is it a must to;Do we need to
+Do you have;Have you got;Do you offer;Would you have;Do you guys have;Do they have;Do you happen to have;Would you by chance have;do you have
+Where can I find;Where do I find;Where would I find;How do I find;Where can one find;I'm looking for;Where exactly is;Where will I find
+What time does;When does;At what time does;When exactly does;At what hour does;Around what time does
+Who do I;Whom do I;Who should I;Who can I;Who must I;Which person do I;Whom should I;Whom can I;Who do we
+Where do I;Where should I;Where can I;Where must I;Where am I supposed to;Where would I;Where do we;Where can we;In which place do I;Where could I
+When do I have to;By when must I;When must I;When am I supposed to;By what time do I have to;When do I need to;By when should I
+How do I;How can I;What do I have to do to;How does one;How would I;How should I;What must I do to;How do we;What's the way to;What is the best way to
+Which number do I call;What number do I call;Whom do I call;Who do I phone;What number do I ring;Who should I phone;Which number should I dial;Who do I ring
+How long does;How much time does;How many minutes does;For how long does
+my child;my son;my daughter;my kid;our little one;my boy;my girl;our toddler;my nephew;my niece;my grandson;our daughter;our son;our kids
+my wife;my husband;my partner;my mother;my father;my colleague;my brother;my sister;my neighbour;my grandmother;my flatmate
+buy;purchase
+start;begin;get going
+close;shut;close the doors
+allowed;permitted;okay;all right
+reserve;book;make a reservation for
+I lost;I mislaid;I can no longer find;I've lost;I have misplaced
+ill;sick;unwell;not feeling well;down with a fever
+broken;damaged;out of order;not working;defective;kaput
+return;bring back;give back;hand back
+I need;I want;I would like;I'd like;We need;We want;We'd like
+""".strip().splitlines())  # fmt: skip
+COSTS: Final = (
+    "What does {x} cost?", "How much is {x}?", "What is the price of {x}?", "What do I pay for {x}?", "How much do you charge for {x}?", "What would {x} cost me?", "How much do you want for {x}?", "What's the price for {x}?", "How expensive is {x}?", "How much money is {x}?",
+    "What will {x} cost?", "How much would I have to pay for {x}?", "What must I pay for {x}?", "I'd like {x}. How much is that?", "{x}: what does it cost?", "How much do we pay for {x}?", "price of {x}?", "The price of {x}, please?",
+)
 # fmt: on
+COST: Final = re.compile(r"(?:What does|How much does) (.+) cost\?|How much is (.+)\?|What is the price of (.+)\?")
 INDIRECT: Final = re.compile(
     r"(What|Where|When|Who|How (?:much|long|high|big|expensive|old|heavy|late)) (is|are) ((?:the|your|our) [^?]*)\?"
 )
@@ -75,6 +106,20 @@ def which_form(draw: Draw, never: frozenset[str]) -> str:
         form = f"{draw.phrase(who)} {draw.phrase(has)} {draw.pick(what)}?"
         if same(form) not in never:
             return form
+
+
+def reworded(draw: Draw, question: str) -> str:
+    """The question with other words for up to two of its parts, or another way to ask for a price."""
+    cost = COST.fullmatch(question)
+    if cost is not None and draw.maybe(0.5):
+        asked = draw.phrase(COSTS).format(x=next(group for group in cost.groups() if group))
+        return asked[0].upper() + asked[1:]
+    here = [(part, group) for group in SAME for part in group if part in question]
+    for part, group in draw.few(here, 2):
+        start = "(?:^|(?<=[.!?,:] ))" if part[0].isupper() else r"(?<!\w)"
+        if draw.maybe(0.7):
+            question = re.sub(f"{start}{re.escape(part)}(?!\\w)", draw.pick(group), question, count=1)
+    return question
 
 
 def indirect(draw: Draw, question: str) -> str:

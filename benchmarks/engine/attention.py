@@ -21,6 +21,7 @@ from engine.kernels import attention
 from engine.kernels.attention import TileShape
 from engine.protocol.types import SamplingParams
 from engine.step import attention_plan
+from engine.step.key_span import FULL
 from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, BLOCK_TOKENS = 32, 8, 128, 32, 16
@@ -99,12 +100,12 @@ class Bench:
             for member in segment.members:
                 tables[member][span] = tables[segment.members[0]][span]
         slices = [
-            SequenceSlice([1] * rows, start, table, SamplingParams())
+            SequenceSlice([1] * rows, start, [table], SamplingParams())
             for (rows, start), table in zip(shape.slices, tables, strict=True)
         ]
         packed = pack_step(slices, BLOCK_TOKENS, shape.segments)
         batch = unpack_step(packed)
-        layout = attention.attention_layout((None,), HEADS, KV_HEADS, 512, DEVICE)
+        layout = attention.attention_layout((FULL,), HEADS, KV_HEADS, 512, DEVICE)
         work = attention_plan.plan_attention(packed, batch, layout)
         step = torch.from_numpy(np.concatenate((packed, work.words))).to(DEVICE)
         rows = len(batch.tokens_T)
@@ -115,7 +116,7 @@ class Bench:
         def layers() -> None:
             for kv_SW in self.layers:
                 attention.attend(
-                    step, q_THD, kv_SW, out_THD, scratch, layout, None, BLOCK_TOKENS, wide=work.wide
+                    step, q_THD, kv_SW, out_THD, scratch, layout, FULL, BLOCK_TOKENS, wide=work.wide
                 )  # fmt: skip
 
         layers()

@@ -1,12 +1,14 @@
 """The engine on a CPU beside llama.cpp, with the same weights: decoding alone and in company, a cached system prompt.
 
-    python -m benchmarks.engine.cpu_engine [--threads 2] [--rounds 5]
+    python -m benchmarks.engine.cpu_engine [--threads 2] [--rounds 5] [--geometry 135M]
 
-A Llama of 135 M parameters with random weights is written twice, as safetensors and as GGUF (BF16 and F32). Ours runs
-through `LoadedModel.launch`; llama.cpp through `llama_decode` with one batch of all sequences a step, which is what
-its server does with parallel slots. Both are greedy, both include choosing the token. The two take turns, and each
-figure is the median of its rounds' medians, at the thread count that suits each best (1 or --threads), the peer's
-also with its better file. On a machine that does other work, the ratio is what counts.
+A Llama with random weights and the sizes of SmolLM2-135M or of Llama-3.2-1B is written as safetensors and as GGUF
+(BF16, the small one also F32). Ours runs through `LoadedModel.launch`; llama.cpp through `llama_decode` with one batch
+of all sequences a step, which is what its server does with parallel slots. Both are greedy, both include choosing the
+token. The two take turns, and each figure is the median of its rounds' medians, at the thread count that suits each
+best (1 or --threads), the peer's also with its better file. On a machine that does other work, the ratio is what
+counts. GOMP_SPINCOUNT=4000 and GLIBC_TUNABLES=glibc.malloc.hugetlb=1 in the environment have threads wait and pages be
+as large as in a replica.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +31,38 @@ from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.step.layout import SequenceSlice, pack_step
 
-HIDDEN, INNER, LAYERS, VOCABULARY, HEADS, KV_HEADS, HEAD = 576, 1536, 30, 49152, 9, 3, 64
 BLOCK_TOKENS = 16
 SHARED, OWN, CHUNK = 2048, 32, 512
 GREEDY = SamplingParams()
 
 
-def weights() -> dict[str, torch.Tensor]:
+class Geometry(NamedTuple):
+    """A tied Llama's sizes, and the files that llama.cpp is given of it."""
+
+    hidden: int
+    inner: int
+    layers: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head: int
+    kinds: tuple[str, ...]
+
+    @property
+    def step_bytes(self) -> int:
+        """All weights, which a step reads once, in bf16."""
+        width = (self.heads + 2 * self.kv_heads) * self.head
+        layer = self.hidden * (width + self.heads * self.head + 3 * self.inner)
+        return 2 * (self.layers * layer + self.vocabulary * self.hidden)
+
+
+GEOMETRIES = {
+    "135M": Geometry(576, 1536, 30, 49152, 9, 3, 64, ("bf16", "f32")),
+    "1B": Geometry(2048, 8192, 16, 128256, 32, 8, 64, ("bf16",)),
+}
+
+
+def weights(sizes: Geometry) -> dict[str, torch.Tensor]:
     """Random bf16 tensors under their Hugging Face names."""
     generator = torch.Generator().manual_seed(0)
 
@@ -42,35 +70,35 @@ def weights() -> dict[str, torch.Tensor]:
         return (torch.randn(*shape, generator=generator) * 0.04).bfloat16()
 
     tensors = {
-        "model.embed_tokens.weight": random(VOCABULARY, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN).bfloat16(),
+        "model.embed_tokens.weight": random(sizes.vocabulary, sizes.hidden),
+        "model.norm.weight": torch.ones(sizes.hidden).bfloat16(),
     }
-    for layer in range(LAYERS):
+    for layer in range(sizes.layers):
         prefix = f"model.layers.{layer}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = torch.ones(HIDDEN).bfloat16()
+            tensors[f"{prefix}{norm}.weight"] = torch.ones(sizes.hidden).bfloat16()
         for name, outputs, inputs in (
-            ("self_attn.q_proj", HEADS * HEAD, HIDDEN),
-            ("self_attn.k_proj", KV_HEADS * HEAD, HIDDEN),
-            ("self_attn.v_proj", KV_HEADS * HEAD, HIDDEN),
-            ("self_attn.o_proj", HIDDEN, HEADS * HEAD),
-            ("mlp.gate_proj", INNER, HIDDEN),
-            ("mlp.up_proj", INNER, HIDDEN),
-            ("mlp.down_proj", HIDDEN, INNER),
+            ("self_attn.q_proj", sizes.heads * sizes.head, sizes.hidden),
+            ("self_attn.k_proj", sizes.kv_heads * sizes.head, sizes.hidden),
+            ("self_attn.v_proj", sizes.kv_heads * sizes.head, sizes.hidden),
+            ("self_attn.o_proj", sizes.hidden, sizes.heads * sizes.head),
+            ("mlp.gate_proj", sizes.inner, sizes.hidden),
+            ("mlp.up_proj", sizes.inner, sizes.hidden),
+            ("mlp.down_proj", sizes.hidden, sizes.inner),
         ):
             tensors[f"{prefix}{name}.weight"] = random(outputs, inputs)
     return tensors
 
 
-def write_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write_folder(folder: Path, sizes: Geometry, tensors: dict[str, torch.Tensor]) -> None:
     config = {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": VOCABULARY,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "vocab_size": sizes.vocabulary,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "max_position_embeddings": 4096,
@@ -80,27 +108,27 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
+def write_gguf(path: Path, sizes: Geometry, tensors: dict[str, torch.Tensor], kind: str) -> None:
     """The same weights for llama.cpp, which rotates neighbouring pairs: rows of q and k are reordered for it."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(4096)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
+    writer.add_embedding_length(sizes.hidden)
+    writer.add_block_count(sizes.layers)
+    writer.add_feed_forward_length(sizes.inner)
+    writer.add_head_count(sizes.heads)
+    writer.add_head_count_kv(sizes.kv_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(HEAD)
-    writer.add_vocab_size(VOCABULARY)
+    writer.add_rope_dimension_count(sizes.head)
+    writer.add_vocab_size(sizes.vocabulary)
     writer.add_tokenizer_model("no_vocab")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, sizes.layers)
     for name, tensor in tensors.items():
         if "q_proj" in name or "k_proj" in name:
-            heads = tensor.shape[0] // HEAD
-            tensor = tensor.view(heads, 2, HEAD // 2, HIDDEN).transpose(1, 2).reshape(tensor.shape)
+            heads = tensor.shape[0] // sizes.head
+            tensor = tensor.view(heads, 2, sizes.head // 2, sizes.hidden).transpose(1, 2).reshape(tensor.shape)
         gguf_name = names.get_name(name, try_suffixes=(".weight",))
         if tensor.ndim == 1 or kind == "f32":
             writer.add_tensor(gguf_name, tensor.float().numpy())
@@ -116,8 +144,8 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
 class Ours:
     """Sequences of our engine, each with its own blocks."""
 
-    def __init__(self, folder: Path, threads: int) -> None:
-        spec = ModelSpec(name="135m", folder=str(folder), kv_bytes=1 << 30)
+    def __init__(self, folder: Path, threads: int, dtype: str = "auto") -> None:
+        spec = ModelSpec(name=folder.name, folder=str(folder), kv_bytes=1 << 30, dtype=dtype)
         self.model = open_model(spec, "cpu", threads, lambda: None)
 
     def start(self, prompts: list[list[int]], new_tokens: int) -> None:
@@ -126,12 +154,12 @@ class Ours:
         self.length = len(prompts[0])
         self.last = []
         for prompt, table in zip(prompts, self.tables, strict=True):
-            flight = self.model.executor.launch(pack_step([SequenceSlice(prompt, 0, table, GREEDY)], BLOCK_TOKENS))
+            flight = self.model.executor.launch(pack_step([SequenceSlice(prompt, 0, [table], GREEDY)], BLOCK_TOKENS))
             self.last.append(int(flight.wait().tokens_R[0]))
 
     def step(self) -> None:
         slices = [
-            SequenceSlice([token], self.length, table, GREEDY)
+            SequenceSlice([token], self.length, [table], GREEDY)
             for token, table in zip(self.last, self.tables, strict=True)
         ]
         self.last = self.model.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
@@ -144,14 +172,14 @@ class Ours:
         for first in range(cached, len(prompt), CHUNK):
             chunk = prompt[first : first + CHUNK]
             sampling = GREEDY if first + CHUNK >= len(prompt) else None
-            self.model.executor.launch(pack_step([SequenceSlice(chunk, first, table, sampling)], BLOCK_TOKENS)).wait()
+            self.model.executor.launch(pack_step([SequenceSlice(chunk, first, [table], sampling)], BLOCK_TOKENS)).wait()
         return time.perf_counter() - started
 
 
 class LlamaCpp:
     """The same through libllama: one context of many sequences, one batch a step."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, sizes: Geometry, threads: int) -> None:
         import llama_cpp
 
         self.api = llama_cpp
@@ -165,6 +193,7 @@ class LlamaCpp:
         params.kv_unified = True
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+        self._vocabulary = sizes.vocabulary
 
     def start(self, prompts: list[list[int]], new_tokens: int) -> None:
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
@@ -190,7 +219,7 @@ class LlamaCpp:
 
     def _greedy(self, row: int) -> int:
         pointer = self.api.llama_get_logits_ith(self.context, row)
-        return int(np.ctypeslib.as_array(pointer, (VOCABULARY,)).argmax())
+        return int(np.ctypeslib.as_array(pointer, (self._vocabulary,)).argmax())
 
 
 def step_seconds(engine: Ours | LlamaCpp, prompts: list[list[int]], steps: int) -> float:
@@ -220,26 +249,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--geometry", choices=tuple(GEOMETRIES), default="135M")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        measure(Path(name), arguments.threads, arguments.rounds, arguments.steps)
+        measure(Path(name), arguments.geometry, arguments.threads, arguments.rounds, arguments.steps)
 
 
-def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
-    tensors = weights()
-    write_folder(folder, tensors)
+def measure(folder: Path, geometry: str, threads: int, rounds: int, steps: int) -> None:
+    sizes = GEOMETRIES[geometry]
+    tensors = weights(sizes)
+    write_folder(folder, sizes, tensors)
     counts = sorted({1, threads})
     inference_mode().__enter__()
     hearth = Ours(folder, threads)
     peers = {}
-    for kind in ("bf16", "f32"):
-        write_gguf(folder / f"{kind}.gguf", tensors, kind)
+    for kind in sizes.kinds:
+        write_gguf(folder / f"{kind}.gguf", sizes, tensors, kind)
         for count in counts:
-            peers[f"{kind} {count}t"] = LlamaCpp(folder / f"{kind}.gguf", count)
-    rng = np.random.default_rng(0)
+            peers[f"{kind} {count}t"] = LlamaCpp(folder / f"{kind}.gguf", sizes, count)
+    del tensors
     bytes_per_second = bandwidth()
     for streams in (1, 16):
-        prompts = rng.integers(0, VOCABULARY, (streams, 128)).tolist()
+        prompts = np.random.default_rng(streams).integers(0, sizes.vocabulary, (streams, 128)).tolist()
         ours_s: dict[int, list[float]] = {count: [] for count in counts}
         peers_s: dict[str, list[float]] = {kind: [] for kind in peers}
         for _ in range(rounds):
@@ -250,16 +281,23 @@ def measure(folder: Path, threads: int, rounds: int, steps: int) -> None:
                 peers_s[kind].append(step_seconds(peer, prompts, steps))
         ours_s_best, count = min((statistics.median(durations), count) for count, durations in ours_s.items())
         peer_s_best, best = min((statistics.median(durations), kind) for kind, durations in peers_s.items())
-        ours_rate, peer_rate = streams / ours_s_best, streams / peer_s_best
-        step_bytes = hearth.model.report.weights_bytes - VOCABULARY * HIDDEN * 2 + streams * 140 * LAYERS * 768
-        bound = streams * bytes_per_second / step_bytes
-        shape = f"decode, 135M, {streams} streams, 128 in, up to {threads} threads"
-        record("cpu_engine", shape, ours_rate, "tokens/s", bound=bound)
+        kv_bytes = streams * 140 * sizes.layers * 4 * sizes.kv_heads * sizes.head
+        bound = streams * bytes_per_second / (sizes.step_bytes + kv_bytes)
+        shape = f"decode, {geometry}, {streams} streams, 128 in, up to {threads} threads"
+        record("cpu_engine", shape, streams / ours_s_best, "tokens/s", bound=bound)
         print(f"{'':12} ours was best with {count} threads")
-        record("cpu_engine", shape, peer_rate, "tokens/s", bound=bound, peer=f"llama.cpp {best}")
-        record("cpu_engine", shape + ": ours ÷ llama.cpp", ours_rate / peer_rate, "×", bound={1: 0.8, 16: 1.3}[streams])
+        record("cpu_engine", shape, streams / peer_s_best, "tokens/s", bound=bound, peer=f"llama.cpp {best}")
+        ratio = peer_s_best / ours_s_best
+        record("cpu_engine", shape + ": ours ÷ llama.cpp", ratio, "×", bound={1: 0.8, 16: 1.3}[streams])
+        if streams == 1:
+            record("first_hour", f"first-cpu-decode: {geometry}, ÷ llama.cpp {best}", ratio, "×", bound=0.8)
+    if geometry == "135M":
+        measure_prefill(hearth, sizes, threads)
+
+
+def measure_prefill(hearth: Ours, sizes: Geometry, threads: int) -> None:
     torch.set_num_threads(threads)
-    prompt = rng.integers(0, VOCABULARY, SHARED + OWN).tolist()
+    prompt = np.random.default_rng(0).integers(0, sizes.vocabulary, SHARED + OWN).tolist()
     cold = min(hearth.prefill_seconds(prompt, 0) for _ in range(3))
     hit = min(hearth.prefill_seconds(prompt, SHARED) for _ in range(5))
     record("cpu_engine", f"prefill {SHARED}+{OWN} cold, 135M, {threads} threads", 1e3 * cold, "ms")

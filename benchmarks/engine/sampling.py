@@ -52,7 +52,7 @@ def microseconds(call: Callable[[Tensor], None], copies: list[Tensor]) -> float:
 
 
 def measure(rows: int, params: SamplingParams, masked: bool) -> float:
-    slices = [SequenceSlice([5], 3, [0], params, masked=masked) for _ in range(rows)]
+    slices = [SequenceSlice([5], 3, [[0]], params, masked=masked) for _ in range(rows)]
     packed = pack_step(slices, 16)
     words, wants = torch.from_numpy(packed).cuda(), SamplingFeatures.of(unpack_step(packed))
     count = min(64, -(-COPIES_BYTES // (rows * VOCABULARY * 2)))

@@ -95,7 +95,7 @@ def _step(runner: LoadedModel, count: int, length: int) -> Int32s:
         [
             SequenceSlice(
                 rng.integers(0, runner.executor.limits.vocabulary, length).tolist(), 0,
-                list(range(n * width, (n + 1) * width)),
+                [list(range(n * width, (n + 1) * width))],
                 SamplingParams(), None,
             )
             for n in range(count)

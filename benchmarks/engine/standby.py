@@ -44,8 +44,8 @@ from typing import Final
 import msgspec
 
 from benchmarks.record import RESULTS, record
-from engine.host.agent import replica_command, zygote_modules
 from engine.host.forkserver import ForkserverLauncher
+from engine.host.launchers import replica_command, zygote_modules
 from engine.host.supervisor import ReplicaLauncher, SubprocessLauncher
 from engine.hostinfo.memory import available_memory_bytes
 from engine.process.heartbeat import Heartbeat, ReplicaPhase

@@ -31,11 +31,12 @@ from benchmarks.record import record
 from engine.protocol import frames
 from engine.protocol.types import SamplingParams, Scope
 from gateway.app import build_app
-from gateway.config import Config, MachineConfig, ModelEntryConfig, ServerConfig, StoreConfig
+from gateway.config import Config, MachineConfig, ModelEntryConfig, ServerConfig
 from gateway.http.server import HttpServer, listen
 from tenants.auth.accounts import AccountService
 from tenants.open import open_store
 from tenants.records.limits import Limits
+from tenants.store.settings import StoreConfig
 
 ROOT: Final = Path(__file__).parents[2]
 MODEL: Final = "@cf/test/stub"

@@ -31,17 +31,17 @@ def measure() -> tuple[float, float]:
     import numpy as np
 
     from engine.execution.open import inference_mode, open_model
-    from engine.execution.step_loop import StepLoop
     from engine.protocol.frames import Submit
     from engine.protocol.specs import ModelSpec
     from engine.protocol.types import SamplingParams, Scope, ScopeKind
     from engine.replica.open_scheduler import open_scheduler, open_validator
+    from engine.scheduling.step_loop import StepLoop
 
     inference_mode().__enter__()
     spec = ModelSpec(name="ember", folder=str(EMBER), kv_bytes=60_000_000)
     model = open_model(spec, "cpu", 1, lambda: None)
     scheduler = open_scheduler(model, spec, time.monotonic)
-    loop = StepLoop(model.executor, scheduler, model.paged)
+    loop = StepLoop(model.executor, scheduler, model.memories)
     door = open_validator(dataclasses.replace(model, stop_ids=frozenset()), spec, 2000)
     alone = Scope(ScopeKind.REQUEST, account=bytes(16))
 

@@ -35,6 +35,7 @@ from gateway.cluster.stream import OutputDelta
 from gateway.config import load_config
 from gateway.http import sse
 from gateway.inference.completion import CompletionBuilder
+from gateway.inference.reply import RunningUsage
 from gateway.text.control_tokens import encode_ids
 from gateway.text.encoding_cache import EncodingCache, ScopedEncodings
 from gateway.text.tokenizer import ModelTokenizer
@@ -204,7 +205,7 @@ def events_us(model: Model, dialect: Dialect, named: str | None, body: dict[str,
             CompletionBuilder(model, prompt.prompt, False),
             prompt.reply(model.name, "0" * 36, 1_800_000_000, sse.paddings()),
         )
-        reply.begin(5, 0)
+        reply.begin(RunningUsage(5, 0))
         began = time.process_time()
         for step in steps:
             parts = choice.push(step)

@@ -34,7 +34,7 @@ from benchmarks.record import record
 from engine.protocol.frames import FrameReader, Hello, Reject, ReplicaLoad, StepOutputs, Submit, encode_frame
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
+from engine.sequences.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "engine" / "builtin_model"

@@ -16,6 +16,7 @@ prefixes, which times alone have to tell.
 
 import argparse
 import random
+import secrets
 import statistics
 import sys
 import tempfile
@@ -95,7 +96,7 @@ class Asker:
     """One account on one connection."""
 
     def __init__(self, hearth: Hearth, name: str) -> None:
-        account, token = hearth.account(name, *UNLIMITED)
+        account, token = hearth.account(f"{name} {secrets.token_hex(3)}", *UNLIMITED)
         self._client: httpx.Client = hearth.client(token)
         self._path = f"/client/v4/accounts/{account}/ai/run/{EMBER}"
 

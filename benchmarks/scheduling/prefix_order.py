@@ -16,14 +16,14 @@ from typing import Final
 import numpy as np
 
 from benchmarks.record import record
+from engine.kv_blocks.block_pool import BlockPool
+from engine.kv_blocks.kv_manager import KVManager
 from engine.protocol.frames import Submit
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import SchedulerConfig
-from engine.scheduling.validation import RequestValidator
+from engine.sequences.sequence import Sequence
+from engine.sequences.validation import RequestValidator
 from engine.step.executor import RunnerOutput
 from prefixcache.tree import PrefixTree
 
@@ -87,8 +87,8 @@ class Run:
         plan = self.scheduler.next_batch()
         if plan is None:
             return False
-        self._now_s += STEP_S + ROW_S * int(plan.packed[0])
-        self.scheduler.commit(plan, RunnerOutput(np.zeros(int(plan.packed[3]), np.int32), {}))
+        self._now_s += STEP_S + ROW_S * sum(plan.chunks)
+        self.scheduler.commit(plan, RunnerOutput(np.zeros(plan.sampled_rows, np.int32), {}))
         for outputs in self.scheduler.intake.take_outputs().values():
             for id in outputs.ids:
                 self.first_token_s.setdefault(id, self._now_s - self._arrived_s[id])

@@ -12,24 +12,26 @@ import gc
 import random
 import time
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.record import record
-from engine.execution.step_loop import StepLoop
+from engine.kv_blocks.block_pool import BlockPool
+from engine.kv_blocks.kv_manager import KVManager
 from engine.protocol.frames import Submit
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_loop import StepLoop
 from engine.scheduling.token_budget import SchedulerConfig
-from engine.scheduling.validation import RequestValidator
+from engine.sequences.sequence import Sequence
+from engine.sequences.validation import RequestValidator
 from engine.step.cost_model import CostModel
 from engine.step.executor import RunnerOutput
-from engine.step.layout import ExecutorLimits, Int32s
+from engine.step.key_span import FULL, KeySpan
+from engine.step.layout import Count, Int32s
+from engine.step.limits import ExecutorLimits
 from prefixcache.tree import PrefixTree
 
 DECODES = 256
@@ -96,14 +98,14 @@ class Landed:
 class Numbers:
     """An executor that samples row r of every step as token r, at once."""
 
-    limits = ExecutorLimits(0, 0, 0, 0, 0, 0, depth=2)
+    limits = ExecutorLimits(0, 0, (), 0, 0, 0, depth=2)
     costs = None
 
     def warm_up(self) -> bool:
         return False
 
     def launch(self, packed: Int32s) -> Landed:
-        return Landed(RunnerOutput(np.arange(packed[3], dtype=np.int32), {}))
+        return Landed(RunnerOutput(np.arange(packed[Count.ROWS], dtype=np.int32), {}))
 
 
 def step(loop: StepLoop, scheduler: Scheduler) -> int:
@@ -137,9 +139,11 @@ def measure(
     return sorted(spent)
 
 
-def choosing(groups: int, members: int) -> float:
-    """Milliseconds of CPU time to choose groups anew: so many, each behind 4096 tokens; the median."""
-    chooser, sequences = PrefixGroups(COSTS, BLOCK_TOKENS), list[Sequence | None]()
+def choosing(groups: int, members: int, windows: tuple[tuple[int, float], ...] = ()) -> float:
+    """Milliseconds of CPU time to choose groups anew: so many in layers of each kind, each behind 4096 tokens; the
+    median. `windows` as CostModel has them."""
+    spans = (FULL, *(KeySpan(window=tokens) for tokens, _ in windows))
+    chooser, sequences = PrefixGroups(replace(COSTS, windows=windows), BLOCK_TOKENS, spans), list[Sequence | None]()
     door = RequestValidator("r", "kv", BLOCK_TOKENS, 10_000, 50_000, frozenset())
     for index in range(groups * members):
         scope = Scope(ScopeKind.TENANT, bytes([index // members]) * 16)
@@ -147,6 +151,7 @@ def choosing(groups: int, members: int) -> float:
         sequence.append_pages(range(index // members * 256, index // members * 256 + 256))
         sequence.shared_blocks = 256
         sequence.append_pages([10**6 + index])
+        sequence.launched = 4096 + index % 16
         sequences.append(sequence)
     spent = []
     for _ in range(101):
@@ -154,7 +159,7 @@ def choosing(groups: int, members: int) -> float:
         began = time.process_time_ns()
         segments = chooser.segments(sequences)
         spent.append((time.process_time_ns() - began) / 1e6)
-        assert len(segments) == groups
+        assert len(segments) == groups * len(spans)
     return sorted(spent)[50]
 
 
@@ -179,6 +184,7 @@ def main() -> None:
     for groups, members in ((1, 256), (50, 10)):
         shape = f"choosing groups of {groups * members} sequences behind {groups} prefixes of 4096 tokens"
         record("scheduler", shape, choosing(groups, members), "ms", bound=1.5)
+        record("scheduler", f"{shape}, windows of 1024", choosing(groups, members, ((1024, 0.8),)), "ms", bound=3.0)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ from engine.bench.shapes import grammar_source
 from engine.bench.vocabulary import write_tokenizer
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import GrammarMatcher
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.sequence import GrammarMatcher
+from engine.sequences.validation import SubmitRejected
 from engine.step.layout import Int32s
 from engine.structured_output.llguidance_backend import open_tokenizer
 from engine.structured_output.manager import LarkMatcher, StructuredOutputManager
@@ -81,7 +81,8 @@ class PeerCompilation:
             self._refused = str(error).partition("\n")[0]
             self._grammar = None
 
-    def new_matcher(self, stop_ids: frozenset[int]) -> PeerMatcher:
+    def new_matcher(self, stop_ids: frozenset[int], given: Items[int] = ()) -> PeerMatcher:
+        assert not given, "texts begin here"
         if self._grammar is None:
             raise SubmitRejected(RejectReason.GRAMMAR, self._refused)
         return self._peer.matcher(self._grammar)
@@ -291,7 +292,7 @@ def measure_forced() -> None:
                 for number in range(INVOICES):
                     session.submit([2, 3, 40 + number], INVOICE_TOKENS, temperature=1.0, grammar=grammar)
                 took_ms[forcing].append(processor_ms(session.run) / INVOICES)
-                load = session.load()
+                load = session.scheduler.load(draining=False)
                 steps[forcing], forced = load.steps, max(forced, load.counters.get("forced_tokens", 0))
     for forcing, name in ((False, "sampled"), (True, "forced tokens appended")):
         record("grammars", f"{INVOICES} invoices of {INVOICE_TOKENS} tokens, {name}: steps", steps[forcing], "steps")

@@ -34,7 +34,6 @@ from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import DAY_US, EXPIRED, MICRO, UsageRecord
 from tenants.store.protocol import Store, StoreUnavailable
 from tenants.store.redis import scripts
-from tenants.store.redis.database import script_digest
 from tenants.store.redis.store import RedisStore
 from tests.support.redis_server import DURABLE, RedisServer
 
@@ -144,7 +143,7 @@ async def on_redis(folder: Path, options: argparse.Namespace) -> None:
             put_down(f"Redis, {named(kind, options.rate)}: from asking to the answer", times)
             with redis.Redis.from_url(server.url) as client:
                 calls = client.slowlog_get(LOGGED)
-            durations = [one["duration"] for one in calls if script_digest(scripts.RESERVE).encode() in one["command"]]
+            durations = [one["duration"] for one in calls if scripts.digest(scripts.RESERVE).encode() in one["command"]]
             put_down(f"Redis, {named(kind, options.rate)}: the Lua call", durations)
         await store.close()
     finally:

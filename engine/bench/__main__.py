@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from engine.bench.breakdown import break_down
-from engine.bench.geometries import GEOMETRIES, RooflineBound, write_folder
+from engine.bench.geometries import GEOMETRIES, MIXTURES, RooflineBound, write_folder
 from engine.bench.session import BenchEngine, BenchSession
 from engine.bench.shapes import SHAPES, SMALL_SIZES, START, START_PEER_S, ShapeResult, WorkloadSizes, measure_start
 from engine.execution.open import inference_mode
@@ -53,7 +52,7 @@ def main(arguments: list[str]) -> int:
             place = write_folder(options.model, Path(folder) / options.model)
         model = ModelSpec(
             name=options.model, folder=str(place), random_weights=options.model in GEOMETRIES,
-            context_tokens=options.context, kv_dtype=options.kv_dtype, sequences=options.sequences,
+            context_tokens=options.context, kv_dtype=options.kv_dtype, sequences=options.sequences, gpus=options.gpus,
         )  # fmt: skip
         bound = RooflineBound.of(read_decoder_config(place))
         rows: list[dict[str, Any]] = []
@@ -61,7 +60,7 @@ def main(arguments: list[str]) -> int:
             names.remove(START)
             _keep(rows, measure_start(model, options.device), START_PEER_S, options)
         if names or options.profile:
-            with inference_mode(), closing(BenchEngine(model, options.device)) as engine:
+            with inference_mode(), BenchEngine(model, options.device) as engine:
                 engine.prepare()
                 sizes = SMALL_SIZES if options.small else WorkloadSizes()
                 for name in tqdm(names, desc="shapes", file=sys.stderr, disable=not sys.stderr.isatty()):
@@ -85,6 +84,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: auto)")
     parser.add_argument("--context", type=int, default=None, help="tokens (default: 20480, or the model's if less)")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
+    parser.add_argument("--gpus", type=int, default=1, help="that the model is cut for (default: 1)")
     parser.add_argument("--sequences", type=int, default=None, help="running at once (default: the engine's)")
     parser.add_argument("--small", action="store_true", help="shapes scaled down, to try the machinery")
     parser.add_argument("--json", help="file that the rows are added to, in place of older ones of the same shape")
@@ -109,7 +109,8 @@ def _names(shapes: str) -> list[str]:
 
 
 def _keep(rows: list[dict[str, Any]], figure: ShapeResult, peer: float | None, options: argparse.Namespace) -> None:
-    shape = figure.shape if options.model == _PEER_MODEL else f"{options.model} {figure.shape}"
+    joint = "-" if options.model in MIXTURES else " "
+    shape = figure.shape if options.model == _PEER_MODEL else f"{options.model}{joint}{figure.shape}"
     row = {
         "shape": shape,
         "value": round(figure.value, 4),
@@ -166,7 +167,7 @@ def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        sys.exit("a plot needs matplotlib: pip install 'hearth[bench]'")
+        sys.exit("a plot needs matplotlib: pip install 'hearth-server[bench]'")
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -11,12 +11,14 @@ import numpy as np
 
 from engine.bench.vocabulary import write_tokenizer
 from engine.execution.open import open_model
-from engine.execution.step_loop import StepLoop
-from engine.protocol.frames import ReplicaLoad, Submit
+from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Grammar, SamplingParams, Scope, ScopeKind
+from engine.ranks.fork import fork_ranks
+from engine.ranks.open import open_ranked_model
 from engine.replica.open_scheduler import open_scheduler, open_validator
-from engine.scheduling.sequence import GrammarMatcher
+from engine.scheduling.step_loop import StepLoop
+from engine.sequences.sequence import GrammarMatcher
 from engine.step.cost_model import CostModel
 from engine.step.executor import InflightStep, RunnerOutput, StepExecutor
 from engine.step.layout import Int32s
@@ -60,11 +62,22 @@ class _TimedStep:
 
 
 class BenchEngine:
-    """An open model that sessions share, one after the other. It is to be closed, and used in inference mode."""
+    """An open model that sessions share, one after the other. It is to be closed, and used in inference mode. One of
+    several GPUs is to be opened before anything else touches a driver."""
 
     def __init__(self, spec: ModelSpec, device: str) -> None:
         self.spec = spec
-        self.model = open_model(spec, device, None, lambda: None)
+        ranks = fork_ranks(spec, device, None)
+        if ranks is None:
+            self.model = open_model(spec, device, None, lambda: None)
+        else:
+            self.model = open_ranked_model(spec, ranks, None, lambda: None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.model.close()
 
     def prepare(self) -> None:
         """Does what a replica does while it is idle: captures every graph."""
@@ -74,9 +87,6 @@ class BenchEngine:
     @property
     def vocabulary(self) -> int:
         return self.model.executor.limits.vocabulary
-
-    def close(self) -> None:
-        self.model.close()
 
     def grammars(self) -> StructuredOutputManager:
         """Opens a manager, to be closed. Where the model's folder has no tokenizer, a made-up one is written there."""
@@ -104,9 +114,9 @@ class BenchSession:
         spec = msgspec.structs.replace(engine.spec, gap_ms=gap_ms or engine.spec.gap_ms, waiting=4096)
         self._timed = _TimedExecutor(executor, costs)
         model = replace(model, executor=self._timed, stop_ids=frozenset())
-        self._scheduler = open_scheduler(model, spec, time.perf_counter)
+        self.scheduler = open_scheduler(model, spec, time.perf_counter)
         self._grammars = grammars
-        self._loop = StepLoop(self._timed, self._scheduler, model.paged, self._sample if grammars else None)
+        self._loop = StepLoop(self._timed, self.scheduler, model.memories, self._sample if grammars else None)
         self._sampler = model.sampler
         self._validator = open_validator(model, spec, executor.limits.context_tokens)
         self.streams: dict[int, RequestTimeline] = {}
@@ -116,7 +126,7 @@ class BenchSession:
 
     def __exit__(self, *_: object) -> None:
         """Ends what still runs and lands what is in the air."""
-        self._scheduler.intake.end_all("the measurement is over")
+        self.scheduler.intake.end_all("the measurement is over")
         while self._loop.turn():
             pass
 
@@ -130,9 +140,6 @@ class BenchSession:
     def waited_s(self) -> float:
         """How long the host has waited for the device."""
         return self._timed.waited_s
-
-    def load(self) -> ReplicaLoad:
-        return self._scheduler.load(draining=False)
 
     @property
     def emitted(self) -> int:
@@ -161,13 +168,13 @@ class BenchSession:
             sequences[0].compilation = compilation = self._grammars.compile(grammar, account, cache=True)
             while not compilation.done:
                 time.sleep(1e-3)
-        self._scheduler.intake.add(sequences)
+        self.scheduler.intake.add(sequences)
         return self.streams[number]
 
     def turn(self) -> bool:
         """Runs one turn of the replica's loop and takes its outputs. Returns False when nothing was left to do."""
         worked = self._loop.turn()
-        for progress in self._scheduler.intake.take_outputs().values():
+        for progress in self.scheduler.intake.take_outputs().values():
             now = time.perf_counter()
             for number, count in zip(progress.ids, progress.counts, strict=True):
                 self.streams[number].token_s += [now] * count

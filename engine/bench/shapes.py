@@ -107,14 +107,14 @@ def grammar_source(items: int) -> str:
 
 
 def _grammar(count: int, engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
-    """What masks cost: the same sampled steps with a grammar in every row, one of 32, and without."""
+    """What masks cost a token: the same sampled steps with a grammar in every row, one of 32, and without."""
     source = grammar_source(100_000)
     schemas = [
         Grammar(GrammarKind.JSON_SCHEMA, source.replace("field_", f"field_{index}_")) for index in range(_SCHEMAS)
     ]
     sequences = sizes.scaled(count)
     took_ms: dict[bool, list[float]] = {True: [], False: []}
-    each_step: list[float] = []
+    per_step: dict[bool, list[float]] = {True: [], False: []}  # tokens of a sequence; forced ones make it more than one
     with contextlib.closing(engine.grammars()) as grammars:
         for masked in (True, False) * sizes.repeats:
             with BenchSession(engine, gap_ms=60_000, grammars=grammars) as session:
@@ -127,13 +127,13 @@ def _grammar(count: int, engine: BenchEngine, bound: RooflineBound, sizes: Workl
                 session.run_until_all_stream()
                 before = session.emitted
                 took_ms[masked].append(session.steps_ms(sizes.steps))
-                if masked:
-                    each_step.append((session.emitted - before) / sizes.steps)
+                per_step[masked].append((session.emitted - before) / sizes.steps / sequences)
     on_ms, off_ms = statistics.median(took_ms[True]), statistics.median(took_ms[False])
+    on_tokens, off_tokens = statistics.median(per_step[True]), statistics.median(per_step[False])
     name, least_ms = f"grammar-{count}", bound.step_ms(sequences, sequences * (sizes.prompt + sizes.steps / 2))
     results = [ShapeResult(name, on_ms, "ms", least_ms), ShapeResult(f"{name} off", off_ms, "ms")]
-    results.append(ShapeResult(f"{name}-cost", 100 * (on_ms / off_ms - 1), "%"))
-    return [*results, ShapeResult(f"{name}-tokens", statistics.median(each_step) / sequences, "tokens a step")]
+    results.append(ShapeResult(f"{name}-tokens", on_tokens, "tokens a step"))
+    return [*results, ShapeResult(f"{name}-cost", 100 * (on_ms / on_tokens / (off_ms / off_tokens) - 1), "%")]
 
 
 def _grouped_ms(

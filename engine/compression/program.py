@@ -53,7 +53,8 @@ def device_for(name: str) -> torch.device:
 
 def threads_for(device: torch.device) -> int:
     """How many pieces are made at once."""
-    return min(len(os.sched_getaffinity(0)), _THREADS_MAX[device.type])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _THREADS_MAX[device.type])
 
 
 def map_ordered(

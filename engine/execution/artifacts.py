@@ -40,9 +40,9 @@ _ENGINE: Final = Path(__file__).parents[1]
 _GPU_SOURCES: Final = (
     *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py", "bf12/*.py"),
     *("execution/gpu_runner.py", "execution/gpu_sampler.py", "execution/cuda_graphs.py"),
-    *("execution/gpu_trial.py", "execution/open_gpu.py", "execution/profiling.py"),
+    *("execution/gpu_trial.py", "execution/open_gpu.py"),
 )
-_CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py")
+_CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py", "layers/cpu_row.*")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM
@@ -123,14 +123,10 @@ def _processor() -> str:
 
 
 class ArtifactFiles(Generic[Artifact]):
-    """The files of one model for one key and one kind of artifact.
-
-    kernels_folder  where compiled kernels lie beside the model.
-    """
+    """The files of one model for one key and one kind of artifact."""
 
     def __init__(self, folder: Path, key: ArtifactKey, kind: type[Artifact]) -> None:
         """`folder` is the model's."""
-        self.kernels_folder = folder / _FOLDER / "kernels"
         self._key = dict(key)
         self._kind = kind
         name = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16] + ".json"
@@ -158,6 +154,11 @@ class ArtifactFiles(Generic[Artifact]):
         """Copies what one place has to all places."""
         if (artifact := self.read()) is not None:
             self.write(artifact)
+
+
+def kernels_folder(folder: Path) -> Path:
+    """Where compiled kernels lie beside the model of this folder."""
+    return folder / _FOLDER / "kernels"
 
 
 def digest_files(files: Iterable[Path]) -> str:

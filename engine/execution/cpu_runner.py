@@ -1,131 +1,22 @@
-"""A decoder on a CPU: its steps, where launching computes, and its memory, of which the KV pool takes more as it fills.
-
-Asleep it holds no parameters: the page cache has the files that they are read from again.
-"""
+"""A decoder's steps on a CPU, where launching computes; and a stage's part of such steps."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.hostinfo.memory import available_memory_bytes
-from engine.kvcache.tensors import KVPool
-from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.memory.streams import trim_memory
+from engine.execution.cpu_memory import CpuMemory
+from engine.kernels.reference import cap_
+from engine.layers.row_ops import add_norm
 from engine.models.config import ModelConfig
-from engine.models.cpu_step import CpuStep
-from engine.models.llama import DecoderParameters, LlamaDecoder, rope_tables
+from engine.models.cpu_step import CpuLayers, CpuStep
 from engine.step.cost_model import CostModel
-from engine.step.executor import InflightStep, MemoryUsage, PagedLayout, RunnerOutput
-from engine.step.layout import ExecutorLimits, Int32s, StepBatch, check_step, unpack_step
+from engine.step.executor import InflightStep, RunnerOutput
+from engine.step.layout import Int32s, StepBatch, unpack_step
+from engine.step.limits import ExecutorLimits, check_step
 from engine.step.sampling import pooling_output, sample_batch
-from engine.weights.assembly import weights_bytes
-
-_CPU: Final = torch.device("cpu")
-
-
-class CpuMemory:
-    """A model's PagedMemory and Sleeper on a CPU.
-
-    decoder     the model, None while it sleeps.
-    """
-
-    def __init__(
-        self, parameters: DecoderParameters, load: Callable[[], DecoderParameters], pool: KVPool, layout: PagedLayout,
-        standby_bytes: int,
-    ) -> None:  # fmt: skip
-        """`load` reads the parameters again at each wake; standby_bytes of KV at most are kept while it sleeps."""
-        self.decoder: LlamaDecoder | None = LlamaDecoder(parameters)
-        self.pool = pool
-        self.layout = layout
-        self.map = pool.map
-        self.unmap = pool.unmap
-        self.weights_bytes = weights_bytes(parameters)
-        self._load = load
-        self._standby_bytes = standby_bytes
-        self._kept_blocks: list[int] = []
-        self._kept_LBW = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def mapped(self) -> list[int]:
-        return self.pool.mapped
-
-    def zero(self, blocks: Items[int]) -> None:
-        if self.decoder is not None:
-            self.pool.erase(torch.tensor(blocks, dtype=torch.int64))
-            return
-        for block in blocks:
-            self._kept_LBW[:, self._kept_blocks.index(block)] = 0
-
-    def copy(self, sources: Items[int], targets: Items[int]) -> None:
-        self.pool.copy(*(torch.tensor(blocks, dtype=torch.int64) for blocks in (sources, targets)))
-
-    def prepare(self) -> int:
-        """Copies nothing: weights come from their files again."""
-        return 0
-
-    def sleep(self, keep: Items[int]) -> int:
-        """Drops the parameters, and of the pool all but these blocks. Returns their bytes. Raises OutOfHostMemory."""
-        assert self.decoder is not None, "asleep already"
-        shape, count = self.pool.shape, len(keep)
-        if count * shape.block_bytes > available_memory_bytes():
-            raise OutOfHostMemory(f"{count * shape.block_bytes / 1e6:.0f} MB of KV to keep are more than what is free")
-        kept_LBW = torch.empty(shape.layers, count, shape.layer_block_bytes, dtype=torch.uint8)
-        for layer in range(shape.layers if keep else 0):
-            self.pool.take(layer, torch.tensor(keep), kept_LBW[layer])
-        self._kept_blocks, self._kept_LBW = list(keep), kept_LBW
-        self.decoder = None
-        self.pool.unmap(self.pool.mapped)
-        trim_memory(_CPU)
-        return kept_LBW.nbytes
-
-    def wake(self, extents: Items[int], restore: Items[int]) -> int:
-        """As in Sleeper: reads the parameters again. Returns their bytes and those restored."""
-        assert self.decoder is None, "awake already"
-        free = available_memory_bytes()
-        if self.weights_bytes > free:
-            raise OutOfDeviceMemory(
-                f"{self.weights_bytes / 1e6:.0f} MB of weights are more than the {free / 1e6:.0f} free"
-            )
-        decoder = LlamaDecoder(self._load())
-        self.pool.map(extents)
-        kept_LBW = self._kept_LBW
-        for layer in range(len(kept_LBW) if restore else 0):
-            self.pool.put(layer, torch.tensor(restore), kept_LBW[layer])
-        kept_LBW.zero_()  # what was restored may be zeroed from now on
-        self.decoder, self._kept_blocks, self._kept_LBW = decoder, [], kept_LBW.new_empty(0)
-        return self.weights_bytes + kept_LBW.nbytes
-
-    def arrived(self) -> bool:
-        """True: `wake` returns when everything is there."""
-        return True
-
-    def close(self) -> None:
-        """Gives everything back. It may be called again."""
-        self.decoder, self._kept_blocks, self._kept_LBW = None, [], self._kept_LBW.new_empty(0)
-        self.pool.unmap(self.pool.mapped)
-        trim_memory(_CPU)
-
-    def usage(self) -> MemoryUsage:
-        """As in Sleeper. `device_bytes` is what steps read and write; the page cache, which the system takes back as it
-        likes, counts for nobody."""
-        weights_bytes, layout, awake = self.weights_bytes, self.layout, self.decoder is not None
-        kv_bytes = len(self.pool.mapped) * layout.extent_bytes
-        return MemoryUsage(
-            device_bytes=weights_bytes + kv_bytes if awake else 0,
-            asleep_bytes=0,
-            min_bytes=weights_bytes + layout.min_extents * layout.extent_bytes,
-            max_bytes=weights_bytes + layout.extents * layout.extent_bytes,
-            memory_bytes=self._kept_LBW.nbytes,
-            weights_bytes=weights_bytes,
-            kv_bytes=kv_bytes,
-            kept_bytes=self._kept_LBW.nbytes,
-            standby_bytes=self._standby_bytes,
-        )
 
 
 @dataclass(slots=True)
@@ -150,7 +41,10 @@ class CpuRunner:
         self.limits = limits
         self._config = config
         self._memory = memory
-        self._rotary = rope_tables(config.rope, config.head_dim, limits.context_tokens)
+        self._embeddings_EH = torch.zeros(limits.embedding_rows, config.hidden)
+        if memory.images is not None:
+            self._embeddings_EH = memory.images.rows_EH
+        self._layers = CpuLayers(config, limits.context_tokens)
         self._beat = beat
 
     def launch(self, packed: Int32s) -> InflightStep:
@@ -178,6 +72,52 @@ class CpuRunner:
         """Runs a step. Returns float32 [R, V], or [R, H] where the model gives vectors; None without sampled rows."""
         decoder = self._memory.decoder
         assert decoder is not None, "asleep"
-        step = CpuStep(batch, self._config, self._rotary, self._memory.pool)
+        step = CpuStep(batch, self._config, self._layers, self._memory.pools, self._embeddings_EH)
+        if (
+            len(batch.tokens_T) == len(batch.rows_R) == 1
+            and (row := self._memory.row_decoder(self._layers)) is not None
+        ):
+            return row.logits(step, self._beat)
         decoder.body(step, self._beat)
+        if self._memory.images is not None:
+            self._memory.images.clear()
         return decoder.head(step) if len(batch.rows_R) else None
+
+
+class CpuStage:
+    """What one stage computes of a model whose other layers are elsewhere.
+
+    T rows, R wanted rows, H hidden size, V vocabulary.
+    """
+
+    def __init__(
+        self, config: ModelConfig, memory: CpuMemory, context_tokens: int, is_last: bool, beat: Callable[[], None]
+    ) -> None:
+        self._config, self._memory, self._is_last, self._beat = config, memory, is_last, beat
+        self._layers = CpuLayers(config, context_tokens)
+        self._no_rows_EH = torch.zeros(0, config.hidden)
+
+    def compute(self, batch: StepBatch, sum_TH: Tensor | None) -> Tensor:
+        """The sum behind the stage's layers, float32 [T, H], or [R, H] behind the last ones; from the sum before them,
+        whose memory it may take, or from the tokens."""
+        decoder = self._memory.decoder
+        assert decoder is not None, "asleep"
+        step = CpuStep(batch, self._config, self._layers, self._memory.pools, self._no_rows_EH)
+        if sum_TH is None:
+            step.embed(decoder.parameters.embedding)
+        else:
+            step.resume(sum_TH, self._memory.pools.shape.dtype)
+        if self._is_last and not len(batch.rows_R):
+            decoder.through(step, self._beat)
+            return step.sum_TH[:0]
+        decoder.stage(step, self._beat, narrow=self._is_last)
+        return step.sum_TH
+
+    def outputs(self, sum_RH: Tensor) -> Tensor:
+        """What a model gives for rows behind all layers, float32 [R, V], or [R, H] where it gives vectors."""
+        decoder, config = self._memory.decoder, self._config
+        assert decoder is not None, "asleep"
+        dtype = self._memory.pools.shape.dtype
+        normed_RH = add_norm(sum_RH, None, decoder.parameters.norm, config.norm_epsilon, dtype)
+        logits_RV = decoder.parameters.head.logits(normed_RH)
+        return cap_(logits_RV.contiguous(), config.logits_cap) if config.logits_cap else logits_RV

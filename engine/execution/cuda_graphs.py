@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from engine.log import log
+from engine.memory.errors import CaptureFailed, OutOfDeviceMemory
 from engine.memory.workspace import Workspace
 
 _STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # behind 1, 2, 4: up to the one, in steps of the other
@@ -34,9 +36,15 @@ class CudaGraphs:
     `sizes` are all that may be captured, ascending; HOT_SIZES come first, small ones before large ones.
     """
 
-    def __init__(self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace) -> None:
+    def __init__(
+        self, run: Callable[[int], object], sizes: Iterable[int], workspace: Workspace,
+        together: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`together` captures a size on all ranks of a model, by `capture` on each, or on none, and raises
+        OutOfDeviceMemory then; None: there is one."""
         self._run = run
         self._workspace = workspace
+        self._together = together
         self.sizes = sorted(sizes)
         self._missing = sorted(sizes, key=lambda size: (size in HOT_SIZES, -size))  # taken from the end
         self._captured: list[int] = []
@@ -57,24 +65,44 @@ class CudaGraphs:
         return index < len(self.sizes) and self.sizes[index] in self._missing and self._capture(self.sizes[index])
 
     def _capture(self, size: int) -> bool:
-        self._missing.remove(size)
         try:
-            self._graphs[size] = _captured(lambda: self._run(size), self._workspace.graph_pool)
-        except torch.OutOfMemoryError:
+            if self._together is None:
+                self.capture(size)
+            else:
+                self._together(size)
+        except (torch.OutOfMemoryError, OutOfDeviceMemory, CaptureFailed) as error:
+            log("no_more_graphs", size=size, reason=f"{type(error).__name__}: {error}"[:300])
             self._missing.clear()
             return False
-        insort(self._captured, size)
-        self._workspace.graphs += 1
         return True
 
-    def launch(self, rows: int) -> None:
-        """Computes for `rows` rows at least: replays the smallest graph that holds them, or runs without one."""
+    def capture(self, size: int) -> None:
+        """Captures a size. Raises torch's OutOfMemoryError, and CaptureFailed; nothing is captured then."""
+        if size in self._missing:
+            self._missing.remove(size)
+        self._graphs[size] = _captured(lambda: self._run(size), self._workspace.graph_pool)
+        insort(self._captured, size)
+        self._workspace.graphs += 1
+
+    def drop(self, size: int) -> None:
+        """Takes a captured size back; it has not run, and no more are captured."""
+        self._missing.clear()
+        self._captured.remove(size)
+        self._graphs.pop(size).reset()
+        self._workspace.graphs -= 1
+
+    def captured_size(self, rows: int) -> int:
+        """The smallest captured size that holds so many rows; 0 where there is none."""
         index = bisect_left(self._captured, rows)
-        if index == len(self._captured):
-            with self._workspace.entered():
-                self._run(rows)
-        else:
-            self._graphs[self._captured[index]].replay()
+        return 0 if index == len(self._captured) else self._captured[index]
+
+    def launch(self, rows: int, size: int) -> None:
+        """Replays the graph of a captured size, or computes for `rows` rows without one where that is 0."""
+        if size:
+            self._graphs[size].replay()
+            return
+        with self._workspace.entered():
+            self._run(rows)
 
     def close(self) -> None:
         """Drops all graphs, none of which runs, with their memory; no more are captured. It may be called again."""
@@ -90,9 +118,14 @@ def _captured(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     graph.capture_begin(pool=pool, capture_error_mode="relaxed")  # a kernel not met yet may be loaded meanwhile
     try:
         run()
-    except BaseException:
+    except BaseException as error:
         with suppress(RuntimeError):  # it ends all the same, and says why it is no good, which the first error tells
             graph.capture_end()
+        if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise CaptureFailed(str(error)) from error
         raise
-    graph.capture_end()
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        raise CaptureFailed(str(error)) from error
     return graph

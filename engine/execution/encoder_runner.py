@@ -18,7 +18,8 @@ from engine.models.bert import BertEncoder
 from engine.step.cost_model import CostModel
 from engine.step.encoder_layout import unpack_texts
 from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
-from engine.step.layout import ExecutorLimits, Int32s
+from engine.step.layout import Int32s
+from engine.step.limits import ExecutorLimits
 from engine.step.sampling import pooling_output
 
 
@@ -53,9 +54,9 @@ class EncoderMemory:
         """Copies nothing: weights come from their files again."""
         return 0
 
-    def sleep(self, keep: Items[int]) -> int:
+    def sleep(self, keep: Items[Items[int]]) -> int:
         """Drops the weights."""
-        assert not keep, "an encoder has no blocks"
+        assert not any(keep), "an encoder has no blocks"
         self.close()
         return 0
 
@@ -65,7 +66,7 @@ class EncoderMemory:
         self.encoder = None
         trim_memory(self.stream.device)
 
-    def wake(self, extents: Items[int], restore: Items[int]) -> int:
+    def wake(self, extents: Items[Items[int]], restore: Items[Items[int]]) -> int:
         """As in Sleeper: reads the weights again. Returns their bytes."""
         assert self.encoder is None, "awake already"
         try:

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Final
 from weakref import proxy
 
@@ -17,60 +18,28 @@ from torch import Tensor
 
 from engine.execution.cuda_graphs import CudaGraphs, capture_sizes
 from engine.execution.gpu_memory import GpuMemory, StepLimits
-from engine.execution.gpu_sampler import TEMPERATURE_ONLY, LogprobTensors, SamplingFeatures, sample_tokens
+from engine.execution.gpu_sampler import (
+    TEMPERATURE_ONLY,
+    LogprobTensors,
+    SamplingFeatures,
+    StagedStep,
+    sample_tokens,
+)
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.models.config import ModelConfig
+from engine.models.decoders import DecoderParameters, make_decoder
 from engine.models.gpu_step import GpuStep
-from engine.models.llama import DecoderParameters, LlamaDecoder
-from engine.protocol.types import LOGPROBS_MAX
 from engine.step.attention_plan import plan_attention
 from engine.step.cost_model import CostModel
-from engine.step.executor import InflightStep, RunnerOutput
-from engine.step.layout import ExecutorLimits, Int32s, StepBatch, check_step, unpack_step
-from engine.step.sampling import pooling_output
+from engine.step.executor import InflightStep
+from engine.step.layout import Int32s, StepBatch, unpack_step
+from engine.step.limits import ExecutorLimits, check_step
+from engine.step.order import StepAnnouncer, StepOrder
 
 PIPELINE_DEPTH: Final = 2
 GRAPH_ROWS_MAX: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
 _PREPARE_EVERY_S: Final = 0.25
-
-
-class StagedStep:
-    """An in-flight step on a GPU, with the host memory that it is uploaded from and its tokens are downloaded to.
-
-    batch, logits_RV   the step and its rows' logits, while it lacks its masks.
-    """
-
-    def __init__(self, stream: DeviceStream, step_limits: StepLimits, vector_width: int) -> None:
-        """`vector_width` is 0 for a model that gives text."""
-        self.words = stream.staging(step_limits.words, dtype=torch.int32)
-        self.tokens_R = stream.staging(step_limits.sequences, dtype=torch.int32)
-        self.reports = LogprobTensors(
-            stream.staging(step_limits.sequences, dtype=torch.float32),
-            stream.staging(step_limits.sequences, LOGPROBS_MAX, dtype=torch.int64),
-            stream.staging(step_limits.sequences, LOGPROBS_MAX, dtype=torch.float32),
-        )
-        self.vectors_RH = stream.staging(step_limits.sequences, vector_width, dtype=torch.float32)
-        self.mark = stream.mark()
-        self.batch: StepBatch | None = None
-        self.logits_RV: Tensor | None = None
-        self.rows = 0
-        self.logprob_counts: dict[int, int] = {}
-        self._tokens_R = self.tokens_R.numpy()
-
-    def begin(self, batch: StepBatch) -> None:
-        """Notes what is to be read of the step when it has landed."""
-        self.batch = self.logits_RV = None
-        self.rows = len(batch.rows_R)
-        counts = batch.sampling_R["logprobs"].tolist()
-        self.logprob_counts = {row: count for row, count in enumerate(counts) if count >= 0}
-
-    def wait(self) -> RunnerOutput:
-        self.mark.wait()
-        if self.vectors_RH.shape[1]:
-            return pooling_output(self.vectors_RH[: self.rows].clone())
-        logprobs = {row: self.reports.read(row, count) for row, count in self.logprob_counts.items()}
-        return RunnerOutput(self._tokens_R[: self.rows].copy(), logprobs)
 
 
 class GpuRunner:
@@ -78,16 +47,18 @@ class GpuRunner:
 
     def __init__(
         self, config: ModelConfig, parameters: DecoderParameters, memory: GpuMemory, step_limits: StepLimits,
-        context_tokens: int, graph_rows: int,
+        context_tokens: int, graph_rows: int, announcer: StepAnnouncer | None = None,
     ) -> None:  # fmt: skip
-        """Steps of up to graph_rows rows may be captured, none where it is 0."""
+        """Steps of up to graph_rows rows may be captured, none where it is 0. The first of
+        several ranks draws, and has an `announcer`, who says what the others are to `follow`."""
         self.limits = ExecutorLimits(
-            context_tokens, config.vocabulary, memory.pool.blocks, step_limits.step_tokens,
-            step_limits.prompt_step_tokens, step_limits.sequences, PIPELINE_DEPTH,
+            context_tokens, config.vocabulary, tuple(pool.blocks for pool in memory.pools.pools),
+            step_limits.step_tokens, step_limits.prompt_step_tokens, step_limits.sequences, PIPELINE_DEPTH,
+            embedding_rows=len(memory.buffers.embeddings_EH),
         )  # fmt: skip
         self.costs: CostModel | None = None
         self._config = config
-        self._decoder = LlamaDecoder(parameters)
+        self._decoder = make_decoder(config, parameters)
         self._memory = memory
         self._buffers = memory.buffers
         self._stream = memory.stream
@@ -95,16 +66,23 @@ class GpuRunner:
         self._masks_RW = self._stream.staging(*memory.buffers.masks_RW.shape, dtype=torch.int32)
         self._mask_stream = DeviceStream(self._stream.device)  # masks are uploaded while the layers are computed
         self._masks_uploaded = self._mask_stream.mark()
-        self._staged = [StagedStep(self._stream, step_limits, vector_width) for _ in range(PIPELINE_DEPTH + 1)]
+        self._staged = [
+            StagedStep(self._stream, step_limits.words, step_limits.sequences, vector_width)
+            for _ in range(PIPELINE_DEPTH + 1)
+        ]
+        self._windows = memory.windows
+        self._announcer = announcer
         self._launches = 0
         self._prepared_at = 0.0
         sizes, head_sizes = (
             capture_sizes(min(graph_rows, count)) for count in (step_limits.rows, step_limits.sequences)
         )
         weak = proxy(self)  # a circle would keep pinned memory until the collector comes, in a capture perhaps
-        self._bodies = CudaGraphs(lambda rows: weak._body(rows, wide=False), sizes, memory.workspace)
-        self._wide_bodies = CudaGraphs(lambda rows: weak._body(rows, wide=True), sizes, memory.workspace)
-        self._heads = CudaGraphs(lambda rows: weak._head(rows), head_sizes, memory.workspace)
+        together = [None if self._announcer is None else partial(_capture_together, weak, index) for index in range(3)]
+        workspace = memory.workspace
+        self._bodies = CudaGraphs(lambda rows: weak._body(rows, wide=False), sizes, workspace, together[0])
+        self._heads = CudaGraphs(lambda rows: weak._head(rows), head_sizes, workspace, together[1])
+        self._wide_bodies = CudaGraphs(lambda rows: weak._body(rows, wide=True), sizes, workspace, together[2])
         self._graphs = (self._bodies, self._heads, self._wide_bodies)
 
     @property
@@ -138,35 +116,58 @@ class GpuRunner:
 
     def _prepare_sleep(self) -> bool:
         try:
-            return self._memory.standby and self._memory.prepare() > 0
+            copied = self._memory.standby and self._memory.prepare() > 0
         except OutOfHostMemory:
             return False  # the machine hears of it when it orders the model to sleep
+        if copied and self._announcer is not None:  # once all is copied, steps have nothing to say of it
+            self._announcer.prepare()
+        return copied
 
     def launch(self, packed: Int32s) -> StagedStep:
-        """As in StepExecutor. Writes the spare words of the packed step's header. The host works out masks while the
-        device computes what does not need them: all but the sampling."""
+        """As in StepExecutor. Writes into the packed step's header where its plans begin. The host works out masks
+        while the device computes what does not need them: all but the sampling."""
         batch = unpack_step(packed)
         check_step(batch, self.limits)
-        rows, sampled_rows = len(batch.tokens_T), len(batch.rows_R)
+        sampled_rows = len(batch.rows_R)
         assert batch.tokens_T.min() >= -self._memory.sampled_rows, "a row that the step before did not sample"
         staged = self._staged[self._launches % len(self._staged)]
         self._launches += 1
         staged.begin(batch)
         self._memory.sampled_rows = sampled_rows
         with self._stream.entered():
-            wide = self._upload(packed, batch, staged)
-            bodies = self._wide_bodies if wide else self._bodies
-            if arrivals := self._memory.arrivals():
-                self._run_behind(arrivals, rows, wide)
-            else:
-                self._prepare_now_and_then(bodies, rows)
-                bodies.launch(rows)
+            wide, words = self._plan(packed, batch, staged)
+            order = self._order(batch, wide)
+            if self._announcer is not None:
+                self._announcer.launch(order, words.numpy())
+            self._launch_body(order, words)
             if batch.masked:
                 staged.batch, staged.logits_RV = batch, self._logits(sampled_rows)
             elif sampled_rows:
-                self._sample(batch, staged)
+                self._sample(batch, staged, order.head_size)
             staged.mark.set()
         return staged
+
+    def follow(self, order: StepOrder, words: Int32s) -> None:
+        """Launches this rank's part of a step that rank 0 launches."""
+        staged = self._staged[self._launches % len(self._staged)]
+        self._launches += 1
+        staged.mark.wait()  # nobody else waits for the step that was uploaded from there
+        staged.words.numpy()[: len(words)] = words
+        with self._stream.entered():
+            self._launch_body(order, staged.words[: len(words)])
+            if order.sampled_rows:
+                self._follow_head_weights()
+                self._heads.launch(order.sampled_rows, order.head_size)
+            staged.mark.set()
+
+    def capture(self, graphs: int, size: int) -> None:
+        """Captures a size of the graphs of this number. Raises OutOfDeviceMemory and CaptureFailed."""
+        with self._stream.entered():
+            self._graphs[graphs].capture(size)
+
+    def drop(self, graphs: int, size: int) -> None:
+        """Takes back what `capture` did."""
+        self._graphs[graphs].drop(size)
 
     def sample(self, step: InflightStep, masks_MW: Int32s) -> None:
         """As in MaskedSampler. The step before has landed, so nothing reads its masks any more."""
@@ -208,16 +209,43 @@ class GpuRunner:
         steps[-1].wait()
         return statistics.median(took_ms)
 
-    def _upload(self, packed: Int32s, batch: StepBatch, staged: StagedStep) -> bool:
-        """Queues the step and its attention plan. Returns whether that has wide tiles."""
+    def _plan(self, packed: Int32s, batch: StepBatch, staged: StagedStep) -> tuple[bool, Tensor]:
+        """Puts the step and its attention plan into pinned memory. Returns whether the plan has wide tiles, and the
+        words."""
         plan = plan_attention(packed, batch, self._buffers.layout)
         count = len(packed) + len(plan.words)
         if count > len(self._buffers.words):
             raise OutOfDeviceMemory(f"a step of {count} words, where there is room for {len(self._buffers.words)}")
         words = staged.words.numpy()
         words[: len(packed)], words[len(packed) : count] = packed, plan.words
-        self._buffers.words[:count].copy_(staged.words[:count], non_blocking=True)
-        return plan.wide
+        return plan.wide, staged.words[:count]
+
+    def _order(self, batch: StepBatch, wide: bool) -> StepOrder:
+        """How a step is launched: while weights are on their way without a graph."""
+        rows, bodies = len(batch.tokens_T), self._wide_bodies if wide else self._bodies
+        if arriving := bool(self._memory.arrivals()):
+            body_size = 0
+        else:
+            self._prepare_now_and_then(bodies, rows)
+            body_size = bodies.captured_size(rows)
+        plain = self._config.vectors or SamplingFeatures.of(batch) == TEMPERATURE_ONLY
+        head_size = self._heads.captured_size(len(batch.rows_R)) if plain and not batch.masked else 0
+        shared = self._windows is not None and bool(batch.tokens_T.min() < 0)
+        assert not (arriving and body_size)
+        return StepOrder(rows, body_size, len(batch.rows_R), head_size, wide, shared)
+
+    def _launch_body(self, order: StepOrder, words: Tensor) -> None:
+        """Queues the upload and the layers."""
+        self._buffers.words[: len(words)].copy_(words, non_blocking=True)
+        if order.shared and self._windows is not None:
+            self._buffers.share_sampled(self._windows)
+        arrivals = self._memory.arrivals()
+        if arrivals and order.body_size == 0:
+            self._run_behind(arrivals, order.rows, order.wide)
+            return
+        if arrivals:  # of this rank alone: rank 0 has all of its weights
+            self._stream.follow(arrivals[-1])
+        (self._wide_bodies if order.wide else self._bodies).launch(order.rows, order.body_size)
 
     def _body(self, rows: int, wide: bool) -> None:
         self._decoder.body(self._step(rows, wide), lambda: None)  # a launch is too short to report each layer
@@ -234,16 +262,16 @@ class GpuRunner:
         with self._memory.workspace.entered():
             self._decoder.body(self._step(rows, wide), next_stage)
 
-    def _sample(self, batch: StepBatch, staged: StagedStep) -> None:
+    def _sample(self, batch: StepBatch, staged: StagedStep, head_size: int = 0) -> None:
         """Queues the head, the sampling and the download. Only what all rows have in common is worth graphs."""
         rows, features = staged.rows, SamplingFeatures.of(batch)
         self._follow_head_weights()
         if self._config.vectors:
-            self._heads.launch(rows)
+            self._heads.launch(rows, head_size)
             staged.vectors_RH[:rows].copy_(self._buffers.vectors_RH[:rows], non_blocking=True)
             return
         if features == TEMPERATURE_ONLY:
-            self._heads.launch(rows)
+            self._heads.launch(rows, head_size)
         else:
             logits_RV, staged.logits_RV = staged.logits_RV, None
             with self._memory.workspace.entered():
@@ -268,10 +296,19 @@ class GpuRunner:
         """Queues the head, where `logits_RV` is not there yet, and the sampling."""
         if logits_RV is None:
             logits_RV = self._decoder.head(self._step(rows))
+        if self._windows is not None and self._windows.rank:
+            return logits_RV  # rank 0 has all of them
         if self._config.vectors:
             return self._buffers.vectors_RH[:rows].copy_(logits_RV)
         sample_tokens(self._buffers.words, logits_RV, self._buffers.sampled_R[:rows], self._buffers.masks_RW, features)
         return logits_RV
 
     def _step(self, rows: int, wide: bool = False) -> GpuStep:
-        return GpuStep(self._config, self._buffers, self._memory.pool, rows, wide)
+        return GpuStep(self._config, self._buffers, self._memory.pools, rows, wide, self._windows)
+
+
+def _capture_together(runner: "GpuRunner", graphs: int, size: int) -> None:
+    """Captures a size on all ranks."""
+    announcer = runner._announcer
+    assert announcer is not None
+    announcer.capture(graphs, size, partial(runner.capture, graphs, size), partial(runner.drop, graphs, size))

@@ -1,6 +1,7 @@
 """Logits → tokens on a GPU: which of the sampling kernels a step needs, and the log probabilities that rows ask for.
 
-The meaning is engine/step/sampling.py's. It knows no sequences and no text.
+Both end up in host memory, in the step that is in flight. The meaning is engine/step/sampling.py's. It knows no
+sequences and no text.
 
 R rows, V vocabulary, K alternatives, M masked rows, W words of a bit mask.
 """
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from engine.kernels.sampling import add_biases, draw, forbid, penalise
 from engine.kernels.sampling_filters import find_cutoffs
+from engine.memory.streams import DeviceStream
 from engine.protocol.types import LOGPROBS_MAX
+from engine.step.executor import RunnerOutput
 from engine.step.layout import StepBatch
+from engine.step.sampling import pooling_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +110,41 @@ def _top_logits(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     above_RK = best_RK > best_RK[:, -1:]
     rank_RK = torch.arange(count, device=logits_RV.device) - above_RK.sum(-1, keepdim=True)
     return best_RK, torch.where(above_RK, ids_RK, ties_RK.gather(1, rank_RK.clamp_min(0)))
+
+
+class StagedStep:
+    """An in-flight step on a GPU, with the host memory that it is uploaded from and its tokens are downloaded to.
+
+    batch, logits_RV   the step and its rows' logits, while it lacks its masks.
+    """
+
+    def __init__(self, stream: DeviceStream, words: int, sequences: int, vector_width: int) -> None:
+        """For steps of at most so many words and sequences; `vector_width` is 0 for a model that gives text."""
+        self.words = stream.staging(words, dtype=torch.int32)
+        self.tokens_R = stream.staging(sequences, dtype=torch.int32)
+        self.reports = LogprobTensors(
+            stream.staging(sequences, dtype=torch.float32),
+            stream.staging(sequences, LOGPROBS_MAX, dtype=torch.int64),
+            stream.staging(sequences, LOGPROBS_MAX, dtype=torch.float32),
+        )
+        self.vectors_RH = stream.staging(sequences, vector_width, dtype=torch.float32)
+        self.mark = stream.mark()
+        self.batch: StepBatch | None = None
+        self.logits_RV: Tensor | None = None
+        self.rows = 0
+        self.logprob_counts: dict[int, int] = {}
+        self._tokens_R = self.tokens_R.numpy()
+
+    def begin(self, batch: StepBatch) -> None:
+        """Notes what is to be read of the step when it has landed."""
+        self.batch = self.logits_RV = None
+        self.rows = len(batch.rows_R)
+        counts = batch.sampling_R["logprobs"].tolist()
+        self.logprob_counts = {row: count for row, count in enumerate(counts) if count >= 0}
+
+    def wait(self) -> RunnerOutput:
+        self.mark.wait()
+        if self.vectors_RH.shape[1]:
+            return pooling_output(self.vectors_RH[: self.rows].clone())
+        logprobs = {row: self.reports.read(row, count) for row, count in self.logprob_counts.items()}
+        return RunnerOutput(self._tokens_R[: self.rows].copy(), logprobs)

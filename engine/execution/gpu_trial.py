@@ -8,11 +8,11 @@ import numpy as np
 
 from engine.execution.cuda_graphs import HOT_SIZES
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
-from engine.execution.profiling import ProfilingLimits, profile_costs
 from engine.kernels.tuning import BF12_ROW_BUCKETS
 from engine.protocol.types import SamplingParams
 from engine.step.cost_model import CostModel
 from engine.step.layout import SequenceSlice, pack_step
+from engine.step.profiling import ProfilingLimits, profile_costs
 
 _PRELOADED_ROWS: Final = (64, 128, 1024)  # rows of steps whose kernels a first prompt would wait for
 _PROFILED_ROWS: Final = (1, 16, 64, 128, 256, 512, 2048)
@@ -25,12 +25,16 @@ _ALL_FEATURES: Final = SamplingParams(
 class TrialSteps:
     """Runs steps of up to rows_max rows on a runner, all of them in the first blocks of its pool."""
 
-    def __init__(self, runner: GpuRunner, rows_max: int, block_tokens: int, vectors: bool) -> None:
-        """`vectors`: the model gives vectors, and no row can have a mask."""
+    def __init__(
+        self, runner: GpuRunner, rows_max: int, block_tokens: int, vectors: bool,
+        windows: tuple[tuple[int, float], ...],
+    ) -> None:  # fmt: skip
+        """`vectors`: the model gives vectors, and no row can have a mask. `windows` as CostModel has them."""
         self._runner = runner
         self._rows_max = rows_max
         self._block_tokens = block_tokens
         self._vectors = vectors
+        self._windows = windows
 
     def compile(self, beat: Callable[[], None]) -> None:
         """Runs a step of each hot size, of larger ones that may have other kernels, the largest that has a graph, and
@@ -52,7 +56,9 @@ class TrialSteps:
     def profiling_limits(self, blocks: int) -> ProfilingLimits:
         """What steps may use where so many blocks are mapped."""
         limits = self._runner.limits
-        return ProfilingLimits(blocks, self._block_tokens, limits.context_tokens, limits.sequences)
+        return ProfilingLimits(
+            blocks, self._block_tokens, limits.context_tokens, limits.sequences, limits.groups, self._windows
+        )
 
     def profile(self, limits: ProfilingLimits) -> CostModel:
         """Measures what steps cost."""
@@ -63,10 +69,10 @@ class TrialSteps:
     def _run(self, rows: int, sampling: SamplingParams = _GREEDY) -> None:
         limits = self._runner.limits
         length = 1 if rows <= limits.sequences else limits.context_tokens
-        table = [0] * -(-length // self._block_tokens)
+        tables = [[0] * -(-length // self._block_tokens)] * limits.groups
         lengths = [min(length, rows - start) for start in range(0, rows, length)]
         history, masked = (([0], 1), not self._vectors) if sampling is _ALL_FEATURES else (None, False)
-        slices = [SequenceSlice([0] * count, 0, table, sampling, history, masked) for count in lengths]
+        slices = [SequenceSlice([0] * count, 0, tables, sampling, history, masked) for count in lengths]
         step = self._runner.launch(pack_step(slices, self._block_tokens))
         if masked:
             self._runner.sample(step, np.full((len(lengths), -(-limits.vocabulary // 32)), -1, np.int32))

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,18 +12,20 @@ from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, 
 from engine.execution.device_select import select_device
 from engine.execution.dtype_select import decoder_dtype
 from engine.execution.memory_plan import DoesNotFit, context_tokens, require_sizes
-from engine.execution.open_cpu import open_cpu
+from engine.execution.open_cpu import block_exchange, open_cpu
 from engine.execution.open_encoder import open_encoder
 from engine.memory.errors import OutOfDeviceMemory
-from engine.models.config import is_encoder, read_decoder_config
+from engine.models.config import ModelConfig, is_encoder, read_decoder_config, read_vision_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.executor import DecoderExecutor, DecoderMemory, LoadedModel
+from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
 from engine.weights.load import ModelFiles
 from engine.weights.source import WeightSource
 
 log = logging.getLogger(__name__)
+
+DecoderParts = tuple[DecoderExecutor, DecoderMemory, MemoryReport]
 
 inference_mode = torch.inference_mode
 """What a thread enters once, before it opens a model, and stays in while it uses the model's parts."""
@@ -49,18 +52,15 @@ def open_model(
 def _open_decoder(
     model: ModelSpec, device: str, beat: Callable[[], None], device_bytes: int | None, standby: bool
 ) -> LoadedModel:
-    folder = Path(model.folder)
-    config = read_decoder_config(folder, vectors=model.vectors)
-    tokens = context_tokens(model, config.context_tokens)
     where = select_device(device)
-    require_sizes(model, where.type)
-    dtype = decoder_dtype(model, config, where)
-    files = ModelFiles(folder, model.random_weights)
-    source = WeightSource.open(folder, config, dtype, where, model.random_weights)
+    config, tokens, files, source = read_decoder(model, where)
+    images: ImageEncoder | None = None
     with ExitStack() as resources:
-        parts: tuple[DecoderExecutor, DecoderMemory, MemoryReport]
-        if where.type == "cpu":
-            parts = open_cpu(model, config, source, files, tokens, beat, device_bytes, resources)
+        parts: DecoderParts
+        if where.type == "cpu":  # pictures are seen here alone: attention on a GPU has no rows that see ahead
+            source = source.with_vision(read_vision_config(Path(model.folder)))
+            runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
+            parts, images = (runner, memory, report), memory.images
         else:
             from engine.execution.open_gpu import open_gpu  # only here: a CPU needs no Triton
 
@@ -68,19 +68,41 @@ def _open_decoder(
                 parts = open_gpu(model, config, source, tokens, beat, device_bytes, standby, resources)
             except OutOfDeviceMemory as error:
                 raise DoesNotFit(f"{model.name}: {error}") from error
-        runner, memory, report = parts
-        layout = memory.layout
+        loaded = loaded_decoder(model, config, tokens, files, parts, resources, images)
+        return replace(loaded, exchange=block_exchange(parts[1].memories))
+
+
+def read_decoder(model: ModelSpec, where: torch.device) -> tuple[ModelConfig, int, ModelFiles, WeightSource]:
+    """What of a decoder is known before its weights are loaded: its config, the longest context that is served, its
+    files and where on the device they go. Raises as `open_model`."""
+    folder = Path(model.folder)
+    config = read_decoder_config(folder, vectors=model.vectors)
+    tokens = context_tokens(model, config.context_tokens)
+    require_sizes(model, config.spans, where.type)
+    dtype = decoder_dtype(model, config, where)
+    files = ModelFiles(folder, model.random_weights)
+    return config, tokens, files, WeightSource.open(folder, config, dtype, where, model.random_weights)
+
+
+def loaded_decoder(
+    model: ModelSpec, config: ModelConfig, tokens: int, files: ModelFiles, parts: DecoderParts, resources: ExitStack,
+    images: ImageEncoder | None = None,
+) -> LoadedModel:  # fmt: skip
+    """The open model of these parts, which takes over what closes them."""
+    runner, memory, report = parts
+    for layout in [group.layout for group in memory.memories if group.layout.block_bytes]:
         log.info(
             "%s: %d KV blocks of %d tokens, %.1f MB, %d full contexts of %d tokens",
             model.name, layout.blocks, layout.block_tokens, layout.blocks * layout.block_bytes / 1e6,
-            layout.blocks * layout.block_tokens // tokens, tokens,
+            layout.blocks // layout.span.held_blocks(tokens, layout.block_tokens), tokens,
         )  # fmt: skip
-        return LoadedModel(
-            revision=files.revision, stop_ids=frozenset(config.stop_ids),
-            poolings=frozenset({Pooling.LAST} if config.vectors else ()),
-            executor=runner, sampler=runner, paged=memory, sleeper=memory,
-            report=report, resources=resources.pop_all(),
-        )  # fmt: skip
+    return LoadedModel(
+        revision=files.revision, stop_ids=frozenset(config.stop_ids),
+        poolings=frozenset({Pooling.LAST} if config.vectors else ()),
+        executor=runner, sampler=runner, memories=memory.memories, sleeper=memory,
+        report=report, resources=resources.pop_all(), tier=memory.tier, images=images,
+        compute_context=inference_mode,
+    )  # fmt: skip
 
 
 def model_artifacts(model: ModelSpec, device: str) -> ArtifactFiles[CpuArtifact] | ArtifactFiles[GpuArtifact] | None:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from engine.execution.device_select import device_facts
-from engine.execution.dtype_select import encoder_dtype
+from engine.execution.dtype_select import dtype_note, encoder_dtype
 from engine.execution.encoder_runner import EncoderMemory, EncoderRunner
 from engine.execution.memory_plan import context_tokens
 from engine.memory.streams import DeviceStream
@@ -20,7 +20,7 @@ from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import LoadedModel
-from engine.step.layout import ExecutorLimits
+from engine.step.limits import ExecutorLimits
 from engine.weights.load import ModelFiles
 from engine.weights.source import load_encoder
 
@@ -49,11 +49,12 @@ def open_encoder(model: ModelSpec, device: torch.device, beat: Callable[[], None
     report = MemoryReport(
         model=model.name, pid=os.getpid(), device=name, device_bytes=total_bytes, weights_bytes=parameters.bytes,
         kv_blocks=0, kv_block_tokens=1, kv_bytes=0, free_bytes=free_bytes,
+        note=dtype_note(model, dtype),
     )  # fmt: skip
     log.info("%s: %.1f MB as %s", model.name, report.weights_bytes / 1e6, dtype)
     step_tokens = model.step_tokens or _STEP_TOKENS[device.type]
     limits = ExecutorLimits(
-        tokens, config.vocabulary, blocks=0, step_tokens=step_tokens, prompt_step_tokens=step_tokens,
+        tokens, config.vocabulary, blocks=(), step_tokens=step_tokens, prompt_step_tokens=step_tokens,
         sequences=model.sequences or _SEQUENCES[device.type], depth=2 if device.type == "cuda" else 1,
     )  # fmt: skip
     resources = ExitStack()
@@ -61,6 +62,6 @@ def open_encoder(model: ModelSpec, device: torch.device, beat: Callable[[], None
     return LoadedModel(
         revision=files.revision, stop_ids=frozenset(),
         poolings=frozenset({Pooling.SCORE} if config.scores else {Pooling.MEAN, Pooling.CLS}),
-        executor=EncoderRunner(memory, limits, beat), sampler=None, paged=None, sleeper=memory,
+        executor=EncoderRunner(memory, limits, beat), sampler=None, memories=(), sleeper=memory,
         report=report, resources=resources,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Final
 
@@ -11,16 +10,14 @@ import torch
 
 from engine.execution.artifacts import GpuArtifact, gpu_artifacts
 from engine.execution.device_select import device_facts
-from engine.execution.gpu_memory import GpuMemory, StepLimits, open_gpu_memory
+from engine.execution.gpu_memory import GpuMemory
+from engine.execution.gpu_model import GpuModel, RankPart
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
-from engine.execution.gpu_trial import TrialSteps
-from engine.execution.memory_plan import GRAPH_BYTES, DoesNotFit, initial_extents
-from engine.kernels.compile_cache import name_kernels, share_kernel_cache
-from engine.memory.virtual_memory import Arena
+from engine.execution.memory_plan import GRAPH_BYTES, initial_extents
 from engine.models.config import ModelConfig
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
-from engine.weights.device_buffer import WeightBuffer
+from engine.step.executor import DecoderMemory
 from engine.weights.source import WeightSource
 
 log = logging.getLogger(__name__)
@@ -30,45 +27,41 @@ _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the
 
 def open_gpu(
     model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
-    device_bytes: int | None, standby: bool, resources: ExitStack,
-) -> tuple[GpuRunner, GpuMemory, MemoryReport]:  # fmt: skip
+    device_bytes: int | None, standby: bool, resources: ExitStack, part: RankPart | None = None,
+) -> tuple[GpuRunner, DecoderMemory, MemoryReport]:  # fmt: skip
     """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or what
     device_bytes leave, and captures hot graphs. Takes over what an earlier start measured, and then captures the first
-    graphs only. `resources` closes everything, in the order graphs, memory, weights.
+    graphs only. `resources` closes everything, in the order graphs, memory, weights. With a `part` it does so for rank
+    0 of several, which begin to follow once their weights are there.
 
     Raises DoesNotFit or OutOfDeviceMemory.
     """
-    _require_weights_fit(source)
-    device = source.device
-    weights = WeightBuffer(Arena.of(device), source.shapes)
-    resources.callback(weights.close)
-    with ThreadPoolExecutor(1) as beside:  # one thread waits for files and copies, while the other computes
-        named = beside.submit(name_kernels)
-        parameters = source.load(beat, dict(weights.tensors))
-        named.result()
-    step_limits = StepLimits.of(model.sequences, model.step_tokens, context_tokens, model.block_tokens)
-    memory = open_gpu_memory(model, config, source.dtype, weights, step_limits, context_tokens, device)
-    resources.callback(memory.close)
+    opened = GpuModel(model, config, source, context_tokens, beat, part, resources)
+    memory = opened.memory
     artifacts = gpu_artifacts(
-        model, config, context_tokens, str(source.dtype), source.bf12_parameters, torch.cuda.get_device_name(device)
-    )
-    share_kernel_cache(artifacts.kernels_folder)
+        opened.model, opened.config, context_tokens, str(source.dtype), source.bf12_parameters,
+        torch.cuda.get_device_name(source.device),
+    )  # fmt: skip
     earlier, first_segments = artifacts.read(), len(memory.workspace.segments)
-    runner = GpuRunner(config, parameters, memory, step_limits, context_tokens, graph_rows=0)
-    trial = TrialSteps(runner, step_limits.rows, model.block_tokens, config.vectors)
+    segments = [] if earlier is None else earlier.segments
+    all_memory: DecoderMemory = memory if part is None else part.begin(memory, segments)
+    with memory.stream.entered():
+        memory.workspace.grow(segments)
+    first = opened.trial(opened.runner(0))
     if earlier is None:
-        trial.compile(beat)
+        first.compile(beat)
     else:
-        with memory.stream.entered():
-            memory.workspace.grow(earlier.segments)
-        trial.load()
+        first.load()
     segments = memory.workspace.segments[first_segments:]
-    runner = GpuRunner(config, parameters, memory, step_limits, context_tokens, GRAPH_ROWS_MAX)
+    runner = opened.runner(GRAPH_ROWS_MAX)
     resources.callback(runner.close)
     memory.standby = standby
-    _map_extents(model, runner, memory, context_tokens, device_bytes)
-    mapped_blocks = min(len(memory.mapped) * memory.layout.extent_blocks, memory.layout.blocks)
-    trial = TrialSteps(runner, step_limits.rows, model.block_tokens, config.vectors)
+    scarce_bytes = 0 if part is None else part.scarce_bytes
+    _map_extents(opened, runner, all_memory, device_bytes, scarce_bytes)
+    mapped_blocks = min(
+        min(len(group.mapped) * group.layout.extent_blocks, group.layout.blocks) for group in memory.groups
+    )
+    trial = opened.trial(runner)
     limits = trial.profiling_limits(mapped_blocks)
     if earlier is not None and earlier.blocks >= limits.used_blocks:
         runner.costs = earlier.costs
@@ -77,41 +70,37 @@ def open_gpu(
         runner.capture_hot(beat)
         runner.costs = trial.profile(limits)
         artifacts.write(GpuArtifact(segments, limits.used_blocks, runner.costs))
-    report = _report(model, memory, source, mapped_blocks)
+    report = _report(opened.model, memory, source, mapped_blocks, None if part is None else part.source.bytes)
     log.info("%s", describe_memory(report))
-    return runner, memory, report
+    return runner, all_memory, report
 
 
 def _map_extents(
-    model: ModelSpec, runner: GpuRunner, memory: GpuMemory, context_tokens: int, device_bytes: int | None
+    opened: GpuModel, runner: GpuRunner, all_memory: DecoderMemory, device_bytes: int | None, scarce_bytes: int
 ) -> None:
     """Maps the extents that there is room for. Raises DoesNotFit."""
-    pool = memory.pool
-    free = torch.cuda.mem_get_info(memory.stream.device)[0] + pool.mapped_bytes - runner.max_graphs * GRAPH_BYTES
+    model, memory = opened.model, opened.memory
+    pools = memory.pools.pools
+    free = torch.cuda.mem_get_info(memory.stream.device)[0] + memory.kv_bytes - runner.max_graphs * GRAPH_BYTES
+    free -= scarce_bytes
     kv_room_bytes = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
     if device_bytes is not None:
         kv_room_bytes = min(kv_room_bytes, device_bytes - memory.fixed_bytes(runner.max_graphs))
-    count = initial_extents(model, pool, context_tokens, kv_room_bytes, free)
-    pool.map(range(len(pool.mapped), count))
+    counts = initial_extents(model, pools, opened.context_tokens, kv_room_bytes, free)
+    for pool, paged, count in zip(pools, all_memory.memories[-len(pools) :], counts, strict=True):
+        paged.map(range(len(pool.mapped), count))
 
 
-def _require_weights_fit(source: WeightSource) -> None:
-    """Raises DoesNotFit where the weights alone are more than what is free."""
-    needed, (free, total) = source.bytes, torch.cuda.mem_get_info(source.device)
-    if needed > free:
-        fits = "other processes hold the rest: end them, or use" if needed <= total else "use"
-        raise DoesNotFit(
-            f"the weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} of {total / 1e9:.1f} GB are free; {fits} "
-            f"another device or a smaller model"
-        )
-
-
-def _report(model: ModelSpec, memory: GpuMemory, source: WeightSource, mapped_blocks: int) -> MemoryReport:
+def _report(
+    model: ModelSpec, memory: GpuMemory, source: WeightSource, mapped_blocks: int, part_bytes: int | None
+) -> MemoryReport:
+    """Where the device's memory went; of several ranks that of the first, which has part_bytes of weights."""
     name, free_bytes, total_bytes = device_facts(source.device)
     return MemoryReport(
-        model=model.name, pid=os.getpid(), device=name, device_bytes=total_bytes, weights_bytes=source.bytes,
+        model=model.name, pid=os.getpid(), device=name, device_bytes=total_bytes,
+        weights_bytes=source.bytes if part_bytes is None else part_bytes,
         coded_bytes=source.bf12_bytes, bf16_bytes=source.bf16_bytes,
-        kv_blocks=mapped_blocks, kv_block_tokens=model.block_tokens, kv_bytes=memory.pool.mapped_bytes,
+        kv_blocks=mapped_blocks, kv_block_tokens=model.block_tokens, kv_bytes=memory.kv_bytes,
         workspace_bytes=memory.workspace.bytes, graphs_bytes=memory.workspace.graphs * GRAPH_BYTES,
         free_bytes=free_bytes,
     )  # fmt: skip

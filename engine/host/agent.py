@@ -25,12 +25,14 @@ from typing import Final
 
 import msgspec
 
-from engine.host.demand import DemandTracker
-from engine.host.forkserver import ForkserverLauncher
-from engine.host.paths import AgentStartError, kernel_cache, lock_folder, open_listener, replica_addresses
+from engine.host.devices import open_devices
+from engine.host.launchers import open_launcher
+from engine.host.model_source import ModelSource
+from engine.host.paths import AgentStartError, lock_folder, open_listener, replica_place
 from engine.host.peers import RECEIVED_BYTES_MAX, UNSENT_BYTES_MAX, ReplicaPeer
 from engine.host.reconciler import PlacementReconciler
 from engine.host.replica_handle import ReplicaHandle
+from engine.host.rollout import ReplicaRollout
 from engine.host.supervisor import (
     ReplicaCommand,
     ReplicaLauncher,
@@ -38,21 +40,19 @@ from engine.host.supervisor import (
     SubprocessLauncher,
     SupervisionTimeouts,
 )
-from engine.hostinfo import gpus
-from engine.hostinfo.memory import HostDevice, cpu_device, gpu_devices, host_memory_budget
-from engine.log import log
+from engine.hostinfo.memory import host_memory_budget
+from engine.log import log, log_uncaught
+from engine.process.companion import CompanionProcess
 from engine.protocol.connection import PeerChannel, remove_socket
-from engine.protocol.frames import Frame, MachineState, ModelDemand, encode_frame
-from engine.protocol.specs import MachineSpec, ReplicaSpec
+from engine.protocol.frames import PROTOCOL_VERSION, DrainMachine, Frame, MachineState, ModelDemand, encode_frame
+from engine.protocol.specs import MachineSpec, ModelSpec, ranks_on
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # the shortest time between two decisions: busy replicas report their load more often than that
 _STARTING_S: Final = 0.02  # between two looks at the zygote, or at the heartbeat of one that is to serve any moment
+_UNKNOWN_BYTES: Final = 1 << 60  # of a GPU whose size nobody knows: a model is given one, and says what it lacks
+BEAT_S: Final = 0.5  # a MachineState comes that often, changed or not: silence tells that the host is gone
 _PUBLISH_S: Final = 0.1  # the shortest time between two MachineStates where no replica came, went or began to
-
-# oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; so does PyTorch's
-# own cache of them, which the second name bounds. Making one anew takes no longer than can be measured.
-_CPU_ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 
 
 class HostAgent:
@@ -72,18 +72,20 @@ class HostAgent:
         self._scratch = contextlib.ExitStack()
         self._launcher = launcher
         self._selector = selectors.DefaultSelector()
-        devices = _open_devices(spec, gpus.visible_gpus(os.environ), self._scratch)
-        replicas = list(self._open_replicas(on_cpu=not devices[0].name))
-        self._supervisors = [replica.supervisor for replica in replicas]
-        self._peers = [replica.peer for replica in replicas]
-        self._demand = DemandTracker((model.name for model in spec.models), timeouts.demand_s)
-        threads = spec.threads or max(1, _cores() // max(1, len(replicas)))
-        memory = host_memory_budget(spec)
-        self._reconciler = PlacementReconciler(spec, replicas, devices, memory, self._demand, timeouts, threads)
+        self._devices = devices = open_devices(spec, self._scratch)
+        self._on_cpu = not devices[0].name
+        self._rollout = ReplicaRollout(self._open_replica, timeouts.demand_s, spec.request_s)
+        self._demand = self._rollout.demand
+        self._rollout.follow(spec.models, clock())
+        self._source = ModelSource(spec.source)
+        self._companions = [CompanionProcess("porter", spec.porter), CompanionProcess("keeper", spec.keeper)]
+        replicas, memory = self._rollout.replicas, host_memory_budget(spec)
+        self._reconciler = PlacementReconciler(spec, replicas, devices, memory, self._demand, timeouts)
         self._gateways: dict[int, PeerChannel] = {}
         self._numbers = itertools.count(1)
-        self._published = MachineState(spec.name, [])
-        self._published_at = 0.0
+        self._published = MachineState(spec.name, [], region=spec.region)
+        self._published_at = self._sent_at = 0.0
+        self._drained = folder / "drained"  # is there while an operator wants the machine to take nothing more
         self._conditions: list[tuple[object, ...]] = []
         self._stops = 0
         self._draining = False
@@ -93,14 +95,19 @@ class HostAgent:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._signals, self._wakeup = socket.socketpair()
 
-    def _open_replicas(self, on_cpu: bool) -> Iterator[ReplicaHandle]:
-        for model, name, address in replica_addresses(self._spec):
-            heartbeat = Path(self._spec.folder) / f"{name}.pulse"
-            supervisor = ReplicaSupervisor(
-                model.name, address, heartbeat, self._timeouts, self._launcher, self._selector
-            )
-            peer = ReplicaPeer(self._selector, address, self._timeouts.connect_s)
-            yield ReplicaHandle(name, model, supervisor, peer, self._timeouts, on_cpu)
+    def _open_replica(self, model: ModelSpec) -> ReplicaHandle:
+        taken = {name: replica.supervisor.address for name, replica in self._rollout.replicas.items()}
+        name, address = replica_place(self._spec, model.name, taken)
+        heartbeat = Path(self._spec.folder) / f"{name}.pulse"
+        supervisor = ReplicaSupervisor(model.name, address, heartbeat, self._timeouts, self._launcher, self._selector)
+        peer = ReplicaPeer(self._selector, address, self._timeouts.connect_s)
+        budgets = [device.budget.max_bytes if device.total_bytes else _UNKNOWN_BYTES for device in self._devices]
+        ranks = max(1, model.gpus) if self._on_cpu else ranks_on(model, budgets)
+        return ReplicaHandle(name, model, supervisor, peer, self._timeouts, self._on_cpu, ranks)
+
+    @property
+    def _supervisors(self) -> list[ReplicaSupervisor]:
+        return [replica.supervisor for replica in self._rollout.replicas.values()]
 
     def stop(self) -> None:
         self._stops += 1
@@ -111,7 +118,7 @@ class HostAgent:
             try:
                 while not self._stopped():
                     starting = not self._ready or any(supervisor.starting for supervisor in self._supervisors)
-                    look_s = _STARTING_S if starting else self._timeouts.look_s
+                    look_s = _STARTING_S if starting else min(self._timeouts.look_s, BEAT_S / 2)
                     for key, _ in self._selector.select(self._reconciler.pause_s(self._clock(), look_s)):
                         key.data()
                     self._turn(self._clock())
@@ -124,13 +131,25 @@ class HostAgent:
         if now - self._turned_at > 5 * self._timeouts.look_s + 1.0:
             self._reconciler.forgive(now - self._turned_at, now)
         self._turned_at = now
+        for companion in self._companions:
+            companion.poll(now)
         self._reconciler.poll(now)
         self._ready = self._launcher.ready(now)
         if self._stops:
             self._end_replicas(now)
         else:
+            self._follow(now)
             self._reconciler.reconcile(now, self._ready)
+            self._reconciler.give_roles(now)
         self._publish(now)
+
+    def _follow(self, now: float) -> None:
+        """Takes in what models are asked for, and lets replicas come and go for it."""
+        models = self._source.poll(now)
+        if models is None:
+            self._rollout.step(now)
+        else:
+            self._rollout.follow(models, now)
 
     def _end_replicas(self, now: float) -> None:
         running = [supervisor for supervisor in self._supervisors if supervisor.process is not None]
@@ -155,9 +174,13 @@ class HostAgent:
         if conditions == self._conditions and now < self._published_at + _PUBLISH_S:
             return
         self._conditions, self._published_at = conditions, now
-        state = self._reconciler.machine_state(now)
-        if state != self._published:
-            self._published = state
+        state = msgspec.structs.replace(
+            self._reconciler.machine_state(now, self._source.problem),
+            protocol=PROTOCOL_VERSION,
+            draining=self._drained.exists(),
+        )
+        if state != self._published or now >= self._sent_at + BEAT_S:
+            self._published, self._sent_at = state, now
             encoded = encode_frame(state)
             for gateway in list(self._gateways.values()):
                 gateway.send_encoded(encoded)
@@ -166,7 +189,7 @@ class HostAgent:
         try:
             peer, _ = self._listener.accept()
         except OSError as error:
-            log("accept_failed", error=str(error))
+            log("accept_failed", level="warning", error=str(error))
             return
         if len(self._gateways) >= _CONNECTIONS_MAX:
             peer.close()
@@ -182,6 +205,14 @@ class HostAgent:
     def _on_frame(self, number: int, frame: Frame) -> None:
         if isinstance(frame, ModelDemand):
             self._demand.report(number, frame, self._clock())
+        elif isinstance(frame, DrainMachine):
+            try:
+                self._drained.touch() if frame.drained else self._drained.unlink(missing_ok=True)
+            except OSError as error:  # a full disk ends no replica
+                log("machine_not_drained", level="error", error=str(error))
+            else:
+                log("machine_drained" if frame.drained else "machine_undrained")
+            self._conditions = []  # gateways learn it at once
         else:
             log("frame_ignored", kind=type(frame).__name__)
 
@@ -209,8 +240,11 @@ class HostAgent:
 
     def _close(self) -> None:
         """Leaves no process, socket or file behind, also when `run` failed."""
-        for peer in self._peers:
-            peer.close()
+        self._source.close()
+        for companion in self._companions:
+            companion.close()
+        for replica in self._rollout.replicas.values():
+            replica.peer.close()
         for supervisor in self._supervisors:
             if supervisor.process is not None:
                 supervisor.process.kill()
@@ -229,51 +263,14 @@ class HostAgent:
         os.close(self._lock)
 
 
-def _open_devices(spec: MachineSpec, names: list[str], scratch: contextlib.ExitStack) -> list[HostDevice]:
-    """The devices that replicas may be on: all GPUs of this host, the one that the spec names, or the CPU."""
-    kind, _, number = spec.device.partition(":")
-    if number and int(number) >= len(names):
-        raise AgentStartError(f"there is no {spec.device}: this host has {len(names)} GPUs, counted from 0")
-    if kind == "cpu" or not names:
-        return [cpu_device(spec, {name: os.environ.get(name, value) for name, value in _CPU_ENVIRONMENT.items()})]
-    chosen = [names[int(number)]] if number else names
-    return gpu_devices(spec, chosen, {gpus.KERNEL_CACHE_VARIABLE: kernel_cache(spec, scratch)})
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def replica_command(spec: ReplicaSpec) -> Sequence[str]:
-    """The command line of a replica as a program of its own."""
-    return [sys.executable, "-P", "-m", "engine.replica.server", msgspec.json.encode(spec).decode()]
-
-
-def _open_launcher(spec: MachineSpec) -> ReplicaLauncher:
-    """Forks of a zygote that has imported what this machine's replicas need; programs where Linux is missing, which
-    alone makes a zygote's forks this process's children."""
-    programs = SubprocessLauncher(replica_command)
-    return ForkserverLauncher(zygote_modules(spec), programs, time.monotonic) if sys.platform == "linux" else programs
-
-
-def zygote_modules(spec: MachineSpec) -> list[str]:
-    """The modules that a zygote imports, and functions that it calls, so that no replica of this machine has to."""
-    modules = ["engine.replica.server", "engine.execution.open"]
-    if spec.telemetry is not None:
-        modules.append("engine.replica.tracing")
-    if spec.device != "cpu" and gpus.visible_gpus(os.environ):
-        modules += ["engine.execution.open_gpu", "engine.layers.linear_gpu", "cuda.bindings.driver"]
-        modules.append("engine.kernels.compile_cache:name_kernels")
-    return modules
-
-
 def main(
     argv: Sequence[str], command: ReplicaCommand | None = None, timeouts: SupervisionTimeouts | None = None
 ) -> int:
     """Runs the machine that the JSON in argv[0] describes."""
+    log_uncaught()
     try:
         spec = msgspec.json.decode(argv[0], type=MachineSpec)
-        launcher = _open_launcher(spec) if command is None else SubprocessLauncher(command)
+        launcher = open_launcher(spec) if command is None else SubprocessLauncher(command)
         agent = HostAgent(spec, launcher, timeouts or SupervisionTimeouts(), time.monotonic)
     except (AgentStartError, ValueError) as error:
         print(f"hearth machine: {error}", file=sys.stderr)

@@ -17,16 +17,19 @@ class Demand:
 
 
 class DemandTracker:
-    """The last report of each connection on each model. A report that is not repeated holds for `holds_s`, and ends
-    with its connection."""
+    """The last report of each connection on each model that it follows. A report that is not repeated holds for
+    `holds_s`, and ends with its connection."""
 
-    def __init__(self, models: Iterable[str], holds_s: float) -> None:
+    def __init__(self, holds_s: float) -> None:
         self._holds_s = holds_s
-        self._reports: dict[str, dict[int, tuple[float, Demand]]] = {model: {} for model in models}  # when, what
+        self._reports: dict[str, dict[int, tuple[float, Demand]]] = {}  # when, what
+
+    def follow(self, models: Iterable[str]) -> None:
+        """Keeps reports on these models from now on, and on no others."""
+        self._reports = {model: self._reports.get(model, {}) for model in models}
 
     def report(self, connection: int, demand: ModelDemand, now: float) -> None:
-        """Takes in a gateway's report. `connection` is any number that names it; models of other machines are
-        ignored."""
+        """Takes in a gateway's report. `connection` is any number that names it; other models are ignored."""
         reports = self._reports.get(demand.model)
         if reports is None:
             return

@@ -84,13 +84,18 @@ class ForkserverLauncher:
     thread, and let nothing else in this process have children that live on: orphans among its descendants become
     its children, and are collected here."""
 
-    def __init__(self, modules: Sequence[str], fallback: ReplicaLauncher, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, modules: Sequence[str], fallback: ReplicaLauncher, clock: Callable[[], float],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         """`modules` are what the zygote imports, and with `module:function` calls; `fallback` starts replicas while
-        there is none."""
+        there is none. `environment` is what libraries read as the zygote loads them: for a fork's it is too late."""
         assert sys.platform == "linux"
         self._modules = modules
         self._fallback = fallback
         self._clock = clock
+        # Libraries that start threads as they are loaded would leave forks without them.
+        self._environment = {**(environment or {}), "OPENBLAS_NUM_THREADS": "1"}
         self._zygote: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._warm = False
@@ -141,8 +146,7 @@ class ForkserverLauncher:
             try:
                 self._zygote = start_child(
                     [sys.executable, "-P", "-m", "engine.replica.zygote", str(child_socket.fileno()), *self._modules],
-                    # Libraries that start threads as they are loaded would leave forks without them.
-                    environment={"OPENBLAS_NUM_THREADS": "1"},
+                    environment=self._environment,
                     descriptors=[child_socket.fileno()],
                 )
             except OSError as error:
@@ -188,7 +192,7 @@ class ForkserverLauncher:
         self._end_zygote()
         pause_s = self._backoff.fail()
         self._start_at = now + pause_s
-        log("warm_parent_lost", problem=problem, again_after_s=pause_s)
+        log("warm_parent_lost", level="warning", problem=problem, again_after_s=pause_s)
 
     def _end_zygote(self) -> None:
         if self._socket is not None:

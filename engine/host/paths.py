@@ -4,17 +4,18 @@ compiled kernels. It knows neither processes nor models' weights."""
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
 from engine.log import log
 from engine.protocol import connection
 from engine.protocol.address import parse_address
-from engine.protocol.specs import MachineSpec, ModelSpec
+from engine.protocol.specs import MachineSpec
 
 
 class AgentStartError(RuntimeError):
@@ -32,18 +33,17 @@ def lock_folder(path: Path) -> int:
     return lock
 
 
-def replica_addresses(spec: MachineSpec) -> Iterator[tuple[ModelSpec, str, str]]:
-    """(model, file name, address) of every replica. A machine on tcp: gives its replicas the ports after its own."""
-    target, count = parse_address(spec.address), 0
-    for model in spec.models:
-        digest = hashlib.sha256(model.name.encode()).hexdigest()[:12]
-        for index in range(model.replicas):
-            count += 1
-            name = f"{digest}-{index}"
-            if isinstance(target, str):
-                yield model, name, f"unix:{Path(spec.folder) / name}.sock"
-            else:
-                yield model, name, f"tcp:{target[0]}:{target[1] + count}"
+def replica_place(spec: MachineSpec, model: str, taken: Mapping[str, str]) -> tuple[str, str]:
+    """(file name, address) for one more replica of a model; `taken` has those of all there are. A machine on tcp: gives
+    its replicas the ports after its own."""
+    digest = hashlib.sha256(model.encode()).hexdigest()[:12]
+    name = next(name for index in itertools.count() if (name := f"{digest}-{index}") not in taken)
+    target, addresses = parse_address(spec.address), set(taken.values())
+    if isinstance(target, str):
+        return name, f"unix:{Path(spec.folder) / name}.sock"
+    host, port = target
+    free = (address for count in itertools.count(1) if (address := f"tcp:{host}:{port + count}") not in addresses)
+    return name, next(free)
 
 
 def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
@@ -60,7 +60,7 @@ def kernel_cache(spec: MachineSpec, scratch: contextlib.ExitStack) -> str:
         instead = scratch.enter_context(
             tempfile.TemporaryDirectory(prefix="hearth-kernels-", ignore_cleanup_errors=True)
         )
-        log("kernel_cache_not_kept", folder=str(folder), error=str(error), instead=instead)
+        log("kernel_cache_not_kept", level="warning", folder=str(folder), error=str(error), instead=instead)
         return instead
 
 

@@ -103,7 +103,7 @@ class ReplicaPeer:
             raise FrameError(f"a {type(frame).__name__} is not for a machine")
 
     def _on_lost(self, reason: str, opened_at: float) -> None:
-        log("link_lost", address=self._address, reason=reason)
+        log("link_lost", level="warning", address=self._address, reason=reason)
         self.close()
         self._pause(opened_at)
 

@@ -2,16 +2,20 @@
 Where a transition fails it says so, counts it, and lets the policy find another way, so often and no more."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
+
+import msgspec
 
 from engine.host.demand import DemandTracker
 from engine.host.replica_handle import ReplicaHandle, Transition
 from engine.host.supervisor import SupervisionTimeouts
-from engine.hostinfo.memory import ByteBudget, HostDevice
+from engine.hostinfo import cpu
+from engine.hostinfo.memory import ByteBudget, HostDevice, environment_on
 from engine.log import log
 from engine.placement.policy import decide_placement, estimate_ready_ms, unplaceable_reason
+from engine.placement.roles import RoleBalance, RoleCandidate, assign_roles
 from engine.placement.snapshot import MoveAllowance, Placement, PlacementSnapshot
 from engine.protocol.frames import MachineState, PlacementStatus
 from engine.protocol.specs import MachineSpec, ReplicaSpec
@@ -27,19 +31,19 @@ class PlacementReconciler:
     """All replicas of a machine and the memory that they share."""
 
     def __init__(
-        self, spec: MachineSpec, replicas: Sequence[ReplicaHandle], devices: Sequence[HostDevice], memory: ByteBudget,
-        demand: DemandTracker, timeouts: SupervisionTimeouts, threads: int,
+        self, spec: MachineSpec, replicas: Mapping[str, ReplicaHandle], devices: Sequence[HostDevice],
+        memory: ByteBudget, demand: DemandTracker, timeouts: SupervisionTimeouts,
     ) -> None:  # fmt: skip
-        """`threads` are those of each replica on a CPU."""
-        self.replicas = {replica.name: replica for replica in replicas}
+        """`replicas` come and go by their names; those on a CPU share its cores."""
+        self.replicas = replicas
         self._spec = spec
         self._devices = devices
         self._memory = memory
         self._demand = demand
         self._timeouts = timeouts
-        self._threads = threads
-        self._alone = len(replicas) <= len(devices)
+        self._cores = cpu.usable_cores()
         self._allowance = MoveAllowance()
+        self._balances: dict[str, RoleBalance] = {}
         self._counts: Counter[str] = Counter()
 
     def forgive(self, lost_s: float, now: float) -> None:
@@ -67,6 +71,30 @@ class PlacementReconciler:
         for placement in decision.placements:
             self._apply(self.replicas[placement.name], placement, now)
 
+    def give_roles(self, now: float) -> None:
+        """Gives the replicas of each model their roles, as its settings or their load want it."""
+        by_model: dict[str, list[ReplicaHandle]] = {}
+        for replica in self.replicas.values():
+            by_model.setdefault(replica.model.name, []).append(replica)
+        for model in self._balances.keys() - by_model.keys():
+            del self._balances[model]
+        for model, replicas in by_model.items():
+            present = [
+                each for each in replicas if each.ready and each.residency is Residency.DEVICE and not each.leaving(now)
+            ]
+            prefill = replicas[-1].model.prefill_replicas  # the newest one's settings are those of now
+            if prefill < 0:
+                counted = [each.counted_ms() for each in present]
+                prompts_ms, steps_ms = sum(ms for ms, _ in counted), sum(ms for _, ms in counted)
+                balance = self._balances.setdefault(model, RoleBalance())
+                prefill = balance.update(now, len(present), prompts_ms, steps_ms)
+            candidates = [RoleCandidate(each.name, each.role, each in present, each.running) for each in replicas]
+            roles = assign_roles(candidates, prefill)
+            for replica in replicas:
+                if replica.role is not roles[replica.name]:
+                    replica.role = roles[replica.name]
+                    log("role", model=model, replica=replica.name, role=replica.role.name.lower())
+
     def pause_s(self, now: float, max_s: float) -> float:
         """For how long no decision is due by time alone, at most max_s."""
         return min([max_s, *(at - now for replica in self.replicas.values() if (at := replica.handover_at) > now)])
@@ -75,16 +103,18 @@ class PlacementReconciler:
         """The part of the replicas' state that gateways are to hear at once when it changes."""
         return [replica.condition(now) for replica in self.replicas.values()]
 
-    def machine_state(self, now: float) -> MachineState:
-        """All that gateways hear of this machine."""
+    def machine_state(self, now: float, problem: str) -> MachineState:
+        """All that gateways hear of this machine; `problem` is of its settings."""
         snapshot = self._snapshot(now, [self._max_bytes(device) for device in self._devices], True)
         states = []
         for replica, seen in zip(self.replicas.values(), snapshot.replicas, strict=True):
-            unplaceable = unplaceable_reason(snapshot, seen) if replica.has_reported else ""
+            known = replica.has_reported or replica.device_count > len(self._devices)
+            unplaceable = unplaceable_reason(snapshot, seen) if known else ""
             states.append(replica.state(now, unplaceable, estimate_ready_ms(snapshot, seen)))
         used_bytes = [0] * len(self._devices)
         for replica in self.replicas.values():
-            used_bytes[replica.device] += replica.usage.device_bytes
+            for device in replica.devices:
+                used_bytes[device] += replica.usage.device_bytes
         return MachineState(
             machine=self._spec.name,
             replicas=states,
@@ -92,9 +122,16 @@ class PlacementReconciler:
             memory_bytes=self._memory_held,
             memory_budget_bytes=self._memory.at(now),
             moves=dict(self._counts),
+            problem=problem,
+            region=self._spec.region,
         )
 
     # What the policy sees
+
+    @property
+    def _alone(self) -> bool:
+        """Whether each replica can have its devices for itself."""
+        return sum(replica.device_count for replica in self.replicas.values()) <= len(self._devices)
 
     def _snapshot(self, now: float, budgets: Sequence[int], ready: bool) -> PlacementSnapshot:
         replicas = tuple(
@@ -118,7 +155,7 @@ class PlacementReconciler:
     def _remaining_budget(self, device: int, free_bytes: int) -> int:
         """What replicas claim of a device and so much more, but never less than the replica that needs most there takes
         with all others asleep: with less some could never wake."""
-        here = [replica for replica in self.replicas.values() if replica.device == device]
+        here = [replica for replica in self.replicas.values() if device in replica.devices]
         awake_bytes = max(replica.min_bytes - replica.asleep_bytes for replica in here)
         reserved_bytes = awake_bytes + sum(replica.asleep_bytes for replica in here)
         return max(sum(replica.claimed_bytes for replica in here) + free_bytes, reserved_bytes)
@@ -136,35 +173,36 @@ class PlacementReconciler:
             replica.begin(_transition_kind(replica, placement), placement, now)
 
     def _start(self, replica: ReplicaHandle, placement: Placement, now: float) -> None:
-        device = self._devices[placement.device]
-        whole_device = self._alone or not device.total_bytes
+        devices = [self._devices[device] for device in placement.devices]
+        whole_device = self._alone or not all(device.total_bytes for device in devices)
         spec = ReplicaSpec(
-            model=replica.model,
+            model=msgspec.structs.replace(replica.model, gpus=replica.ranks),
             address=replica.supervisor.address,
             pulse=str(replica.supervisor.heartbeat_path),
             boot=replica.supervisor.boot + 1,
             device=self._spec.device.partition(":")[0],
             device_bytes=self._spec.device_bytes if whole_device else placement.device_bytes,
             standby=placement.standby and not self._alone,
-            threads=self._threads,
+            threads=self._spec.threads or max(1, self._cores // len(self.replicas)),
             telemetry=self._spec.telemetry,
+            region=self._spec.region,
         )
-        replica.device = placement.device
-        if not replica.supervisor.start(spec, device.environment, now):
+        replica.devices = placement.devices
+        if not replica.supervisor.start(spec, environment_on(devices), now):
             self._counts["start_failed"] += 1
             return
         if whole_device:
-            placement = replace(placement, device_bytes=self._max_bytes(device))
+            placement = replace(placement, device_bytes=min(map(self._max_bytes, devices)))
         replica.begin("start", placement, now)
 
     # How it ends
 
     def _on_status(self, replica: ReplicaHandle, status: PlacementStatus, now: float) -> None:
-        device = self._devices[replica.device]
-        if not device.total_bytes:
-            device.read_size(replica.supervisor.memory_path)
+        for device in replica.devices:  # those of one model are alike
+            if not self._devices[device].total_bytes:
+                self._devices[device].read_size(replica.supervisor.memory_path)
         for other in self.replicas.values():
-            if other.model.name == replica.model.name:
+            if other.settings == replica.settings:
                 other.learn_sizes(status)
         transition = replica.take_status(status, now)
         if transition is None:
@@ -190,8 +228,9 @@ class PlacementReconciler:
         elif kind in ("wake", "grow"):
             lacking_bytes = needed_bytes - replica.claimed_bytes if kind == "wake" else 0
             free_bytes = lacking_bytes * (_RETRY_PARTS - 1) // _RETRY_PARTS
-            budget_bytes = self._remaining_budget(replica.device, free_bytes)
-            self._devices[replica.device].budget.withhold(budget_bytes, now + _WITHHELD_S)
+            for device in replica.devices:
+                budget_bytes = self._remaining_budget(device, free_bytes)
+                self._devices[device].budget.withhold(budget_bytes, now + _WITHHELD_S)
         if kind == "wake" and replica.backoff.failures >= _FAILURES_MAX:
             replica.supervisor.kill(f"it could not be woken: {status.problem}")
 
@@ -223,7 +262,7 @@ class PlacementReconciler:
             "move_failed" if problem else "moved",
             kind=transition.kind,
             model=replica.model.name,
-            device=replica.device,
+            devices=list(replica.devices),
             bytes=moved_bytes,
             seconds=round(seconds, 3),
             gb_s=round(moved_bytes / max(seconds, 1e-3) / 1e9, 2),

@@ -14,13 +14,12 @@ from engine.placement.capacity import HANDOVER_S
 from engine.placement.snapshot import Placement, PlacementPreferences, ReplicaSnapshot, TransitionTimes
 from engine.process.supervised import Backoff
 from engine.protocol.frames import PlacementStatus, ReplicaLoad, ReplicaState, SetPlacement
-from engine.protocol.specs import ModelSpec
-from engine.protocol.types import Residency
+from engine.protocol.specs import ModelSpec, estimated_rank_bytes, settings_digest
+from engine.protocol.types import ReplicaRole, Residency
 
 _RATE_S: Final = 30.0  # the rate of requests is an average over about so long
 _KV_SHORTAGE_S: Final = 1.0  # KV that was short counts as short for so long: two ReplicaLoads
 _SLOWEST_BYTES_S: Final = 1e9  # the speed that any move is given time for
-_GPU_OVERHEAD_BYTES: Final = 4 << 30  # beside the weights, before a process reports: workspace, graphs, some KV
 _CPU_OVERHEAD_BYTES: Final = 256 << 20
 _START_S: Final = 8.0  # a process's start, beside its bytes, before one was seen
 _START_BYTES_S: Final = 1e9
@@ -52,23 +51,35 @@ class Transition:
 class ReplicaHandle:
     """One replica of a model. What is public is read by the reconciler, which carries the policy's placements out.
 
-    device           index of the device of its process, or of its last one; −1: it had none.
-    granted_bytes    of it, that its process may hold there; 0 asleep, and where there is none.
+    devices          indices of the devices of its process, or of its last one; none: it had none.
+    ranks            that it is cut into; device_count: it is on so many devices at once, of which what it holds of one
+                     is what it holds of each.
+    granted_bytes    of each, that its process may hold there; 0 asleep, and where there is none.
     status           what its process reported last of where it is, also while the connection to it is lost; None:
                      nothing yet.
     transition       what it is carrying out.
     estimated_bytes  of a device, that it may need, as long as nothing has reported it.
+    settings         settings_digest of its model.
+    leaving_at       from then on it is to go once it has no calls; None: it stays.
+    role             which part of calls it is for.
+    replaces         it takes the place of one with former settings, and comes to a device before all else.
     """
 
     def __init__(
         self, name: str, model: ModelSpec, supervisor: ReplicaSupervisor, peer: ReplicaPeer,
-        timeouts: SupervisionTimeouts, on_cpu: bool,
+        timeouts: SupervisionTimeouts, on_cpu: bool, ranks: int = 1,
     ) -> None:  # fmt: skip
         self.name = name
         self.model = model
+        self.settings = settings_digest(model)
+        self.leaving_at: float | None = None
+        self.role = ReplicaRole.BOTH
+        self.replaces = False
         self.supervisor = supervisor
         self.peer = peer
-        self.device = -1
+        self.devices: tuple[int, ...] = ()
+        self.ranks = ranks
+        self.device_count = 1 if on_cpu else ranks  # ranks on a CPU share its memory
         self.granted_bytes = 0
         self.status: PlacementStatus | None = None
         self.transition: Transition | None = None
@@ -77,8 +88,8 @@ class ReplicaHandle:
         self.no_sleep_before = 0.0  # it found too little host memory to sleep
         self.placed_at: float | None = None
         self.evicted_at: float | None = None
-        overhead_bytes = _CPU_OVERHEAD_BYTES if on_cpu else _GPU_OVERHEAD_BYTES
-        self.estimated_bytes = model.weights_bytes + model.weights_bytes // 8 + overhead_bytes
+        on_cpu_bytes = model.weights_bytes * 9 // 8 + _CPU_OVERHEAD_BYTES
+        self.estimated_bytes = on_cpu_bytes if on_cpu else estimated_rank_bytes(model, ranks)
         self._timeouts = timeouts
         self._copies_weights = not on_cpu
         self._sizes: PlacementStatus | None = None  # the last report of this replica, or of another of its model
@@ -90,7 +101,9 @@ class ReplicaHandle:
         self._rate = 0.0
         self._rate_at = 0.0
         self._times = TransitionTimes(
-            _START_S + model.weights_bytes / _START_BYTES_S, _WAKE_S + model.weights_bytes / _WAKE_BYTES_S, _SLEEP_S
+            _START_S + model.weights_bytes / _START_BYTES_S,
+            _WAKE_S + model.weights_bytes / self.device_count / _WAKE_BYTES_S,
+            _SLEEP_S,
         )
 
     # Where it is
@@ -110,7 +123,7 @@ class ReplicaHandle:
 
     @property
     def claimed_bytes(self) -> int:
-        """Bytes of its device that it holds or may take at any moment."""
+        """Bytes of each of its devices that it holds or may take at any moment."""
         if self.supervisor.process is None:
             return 0
         return max(self.granted_bytes, self.usage.device_bytes)
@@ -132,6 +145,20 @@ class ReplicaHandle:
             return math.inf
         return self.transition.began_at + self._times.wake_s - HANDOVER_S
 
+    @property
+    def ready(self) -> bool:
+        """Whether it serves, or has begun to and sleeps."""
+        starts = self.transition is not None and self.transition.kind == "start"
+        return self.supervisor.serving and self.status is not None and not starts
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has calls, as far as it reported."""
+        return self.running + self._load.waiting > 0
+
+    def leaving(self, now: float) -> bool:
+        return self.leaving_at is not None and now >= self.leaving_at
+
     def accepts_placement(self, now: float) -> bool:
         """Whether it can be moved: its process is connected, and has not failed to move a moment ago."""
         reached = self.peer.status is not None and not self.supervisor.ending and not self.supervisor.killed
@@ -151,7 +178,7 @@ class ReplicaHandle:
 
     @property
     def asleep_bytes(self) -> int:
-        """Bytes of its device that its process holds even in MEMORY."""
+        """Bytes of each of its devices that its process holds even in MEMORY."""
         return 0 if self._sizes is None else self._sizes.asleep_bytes
 
     # What happens to it
@@ -180,7 +207,7 @@ class ReplicaHandle:
         """Begins a transition; the process is sent the placement where it is to move by itself."""
         moving_bytes = max(placement.device_bytes, self.usage.device_bytes)
         deadline = now + self._timeouts.move_s + moving_bytes / _SLOWEST_BYTES_S if kind != "start" else math.inf
-        self.transition = Transition(kind, placement, now, deadline, self._running)
+        self.transition = Transition(kind, placement, now, deadline, self.running)
         if placement.residency is Residency.DEVICE or kind == "start":
             self.granted_bytes = placement.device_bytes
         if kind in ("sleep", "end"):
@@ -253,10 +280,10 @@ class ReplicaHandle:
         return ReplicaSnapshot(
             name=self.name,
             model=model.name,
-            device=self.device,
+            devices=self.devices,
             residency=residency,
             toward=self.toward,
-            preferences=PlacementPreferences(model.pinned, model.priority, model.resident_s, model.wake_s),
+            preferences=PlacementPreferences(self._pinned, model.priority, model.resident_s, model.wake_s),
             times=self._times,
             device_bytes=self.usage.device_bytes,
             granted_bytes=self.granted_bytes,
@@ -271,20 +298,25 @@ class ReplicaHandle:
             waiting=demand.requests + load.waiting,
             weight=demand.weight,
             waited_s=now - min(since) if since else 0.0,
-            running=self._running,
+            running=self.running,
             kv_used=1.0 - load.free_blocks / load.blocks if load.blocks else 0.0,
             kv_short=now < self._kv_short_until,
             requested_at=now if demand.requests else self._requested_at,
             request_rate=self._rate * math.exp((self._rate_at - now) / _RATE_S),
             placed_at=self.placed_at if self.residency is Residency.DEVICE else None,
             evicted_at=self.evicted_at,
-            startable=self.supervisor.process is not None or (ready and self.supervisor.startable(now)),
+            startable=self.supervisor.process is not None
+            or (ready and self.leaving_at is None and self.supervisor.startable(now)),
+            device_count=self.device_count,
         )
 
     def condition(self, now: float) -> tuple[object, ...]:
         """The part of its state that callers wait for; it is to be compared, no more."""
         supervisor = self.supervisor
-        return self.residency, self.toward, supervisor.boot, supervisor.quarantined(now), self.reason
+        return (
+            *(self.name, self.settings, self.leaving(now)),
+            *(self.residency, self.toward, self.role, supervisor.boot, supervisor.quarantined(now), self.reason),
+        )
 
     def state(self, now: float, unplaceable: str, ready_ms: int) -> ReplicaState:
         """The replica as gateways see it. `unplaceable` says why it can be on no device; `ready_ms` is what the policy
@@ -304,12 +336,25 @@ class ReplicaHandle:
             problem=unplaceable or self.reason,
             toward=self.toward,
             ready_ms=(-1 if unplaceable else 0) if ready else rounded_ms,
-            device=self.device,
+            device=self.devices[0] if self.devices else -1,
             memory=self.status,
             quarantined=self.supervisor.quarantined(now),
+            settings=self.settings,
+            leaving=self.leaving(now),
+            devices=list(self.devices),
+            role=self.role,
         )
 
+    def counted_ms(self) -> tuple[int, int]:
+        """How long its steps took since it started, prompts in them first, as far as it says so."""
+        counters = self._load.counters
+        return counters.get("prompts_ms", 0), counters.get("steps_ms", 0)
+
     # Inside
+
+    @property
+    def _pinned(self) -> bool:
+        return self.leaving_at is None and (self.model.pinned or (self.replaces and not self.ready))
 
     def _awaits_report(self, now: float) -> bool:
         """Whether it serves since a moment ago, and has not reported yet how large it is: until then it still
@@ -318,7 +363,8 @@ class ReplicaHandle:
         return since is not None and self.status is None and now - since < self._timeouts.connect_s
 
     @property
-    def _running(self) -> int:
+    def running(self) -> int:
+        """Sequences, as far as it reported."""
         return self._load.running + self._load.background
 
     @property
@@ -328,7 +374,8 @@ class ReplicaHandle:
         if self.usage.residency is Residency.MEMORY:
             return self.usage.memory_bytes
         if self._sizes is None:
-            return self.model.kept_kv_bytes + (self.model.weights_bytes if self._copies_weights else 0)
+            kept_bytes = (self.model.host_kv_bytes or self.model.kept_kv_bytes) + self.model.handover_bytes
+            return kept_bytes + (self.model.weights_bytes if self._copies_weights else 0)
         return self._sizes.standby_bytes
 
     def _first_message(self) -> SetPlacement:

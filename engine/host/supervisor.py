@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from engine.hostinfo.gpus import VISIBLE_DEVICES_VARIABLE
-from engine.log import LOG_FORMAT_VARIABLE, convert_line, log, write
+from engine.log import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, as_text, is_wanted, log, relayed_line, write
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.process.supervised import Backoff, start_child
 from engine.protocol.connection import remove_socket
@@ -186,14 +186,19 @@ class ReplicaSupervisor:
         return memory_report_path(self.heartbeat_path)
 
     def startable(self, now: float) -> bool:
-        return self.process is None and now >= max(self._start_at, self._quarantined_until)
+        return self.process is None and now >= self.startable_at
+
+    @property
+    def startable_at(self) -> float:
+        """When the next process may be started."""
+        return max(self._start_at, self._quarantined_until)
 
     def quarantined(self, now: float) -> bool:
         return now < self._quarantined_until
 
     def pause_s(self, now: float) -> float:
         """The time until it may be started."""
-        return 0.0 if self.process is not None else max(0.0, max(self._start_at, self._quarantined_until) - now)
+        return 0.0 if self.process is not None else max(0.0, self.startable_at - now)
 
     def start(self, spec: ReplicaSpec, environment: Mapping[str, str], now: float) -> bool:
         """Starts a process. False where there is none after all: then it is tried again like one that ended."""
@@ -212,12 +217,13 @@ class ReplicaSupervisor:
         try:
             self._heartbeat = Heartbeat.create(self.heartbeat_path)
             self._last_beat, self._beat_at = self._heartbeat.read(), now
-            # Its lines are read here: they are turned into text, where that is wanted, as they are passed on.
-            self.process = self._launcher.start(spec, {**environment, LOG_FORMAT_VARIABLE: "json"})
+            # Its lines are read here, and turned into text or left out as they are passed on, where that is wanted.
+            lines = {LOG_FORMAT_VARIABLE: "json", LOG_LEVEL_VARIABLE: "info"}
+            self.process = self._launcher.start(spec, {**environment, **lines})
         except OSError as error:
             pause_s = self._pause(now)
             self.problem = f"cannot be started, tried again after {pause_s:g} s: {error}"
-            log("replica_not_started", model=self.name, error=str(error), again_after_s=pause_s)
+            log("replica_not_started", level="warning", model=self.name, error=str(error), again_after_s=pause_s)
             return False
         os.set_blocking(self.process.output, False)
         self._selector.register(self.process.output, selectors.EVENT_READ, self._read_output)
@@ -231,7 +237,7 @@ class ReplicaSupervisor:
             return
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
-            log("replica_not_ended", model=self.name, pid=self.process.pid)
+            log("replica_not_ended", level="warning", model=self.name, pid=self.process.pid)
             self.process.kill()
         beat = self._heartbeat.read()
         if beat != self._last_beat:
@@ -242,7 +248,14 @@ class ReplicaSupervisor:
             return
         silent_s = now - self._beat_at
         if silent_s > self._timeouts.for_phase(beat[0]):
-            log("replica_hung", model=self.name, pid=self.process.pid, phase=beat[0].name, silent_s=silent_s)
+            log(
+                "replica_hung",
+                level="error",
+                model=self.name,
+                pid=self.process.pid,
+                phase=beat[0].name,
+                silent_s=silent_s,
+            )
             self._beat_at = now
             self.kill(f"silent for {silent_s:.1f} s in phase {beat[0].name}, so it was killed")
 
@@ -290,7 +303,7 @@ class ReplicaSupervisor:
             self.problem = f"died {len(self._deaths)} times in a short while, left alone for {pause_s:g} s: {line}"
         else:
             self.problem = f"ended with {how}, starts again after {pause_s:g} s: {line}"
-        log("replica_ended", model=self.name, pid=self.process.pid, how=how, again_after_s=pause_s)
+        log("replica_ended", level="warning", model=self.name, pid=self.process.pid, how=how, again_after_s=pause_s)
 
     def _pause(self, now: float) -> float:
         """Sets when the next process may start; the seconds until then."""
@@ -306,7 +319,7 @@ class ReplicaSupervisor:
         if often or self._quarantine.failures:
             pause_s = self._quarantine.fail()
             self._quarantined_until = now + pause_s
-            log("replica_quarantined", model=self.name, deaths=len(self._deaths), for_s=pause_s)
+            log("replica_quarantined", level="error", model=self.name, deaths=len(self._deaths), for_s=pause_s)
         self._start_at = now + pause_s
         return pause_s
 
@@ -339,7 +352,8 @@ class ReplicaSupervisor:
             if percent is not None:
                 self.problem = f"loading {percent} %"
             self._lines.append(line)
-            write(f"[{self.name}] {convert_line(line)}")
+            if is_wanted(line):
+                write(relayed_line(line, self.name, as_text()))
 
     def close(self) -> None:
         """Leaves no file behind."""

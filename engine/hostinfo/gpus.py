@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ VISIBLE_DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 KERNEL_CACHE_VARIABLE: Final = "TRITON_CACHE_DIR"  # where Triton keeps compiled kernels
 MIN_CAPABILITY: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
 _DEVICE_FILE: Final = re.compile(r"nvidia\d+")
+_PCI_LANE_BYTES_PER_S: Final = {3: 985_000_000, 4: 1_969_000_000, 5: 3_938_000_000, 6: 7_563_000_000}
 _LIST_ENDS: Final = ("", "-1", "NoDevFiles")  # CUDA_VISIBLE_DEVICES ends at the first of these
 
 
@@ -29,6 +30,18 @@ class Gpu:
     free_bytes: int
     driver: str
     capability: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPair:
+    """Two GPUs by their indices: whether each can read and write the other's memory, and whether over NVLink; and what
+    their links carry each way at best, 0 where the driver does not tell."""
+
+    first: int
+    second: int
+    reaches: bool
+    nvlink: bool
+    bytes_per_s: int
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
@@ -60,6 +73,66 @@ def installed_gpus() -> list[Gpu]:
         finally:
             pynvml.nvmlShutdown()
     return gpus
+
+
+def gpu_pairs(indices: Sequence[int]) -> list[GpuPair]:
+    """All pairs of these GPUs; empty without a driver. What the driver cannot say counts as lacking."""
+    import pynvml  # only here: most commands ask nothing of it
+
+    pairs = []
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        try:
+            handles = {index: pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
+            for first, second in combinations(indices, 2):
+                both = (handles[first], handles[second])
+                ways = (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+                reaches = all(_has(pynvml, *both, way) for way in ways)
+                nvlink = _has(pynvml, *both, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                bandwidth = _nvlink_bytes_per_s if nvlink else _pci_bytes_per_s
+                ways_bytes = (bandwidth(pynvml, *both), bandwidth(pynvml, *reversed(both)))
+                pairs.append(GpuPair(first, second, reaches, nvlink, min(ways_bytes)))
+        finally:
+            pynvml.nvmlShutdown()
+    return pairs
+
+
+def _nvlink_bytes_per_s(nvml: Any, own: Any, other: Any) -> int:
+    """What the active links carry that lead to the other GPU, or to switches, which lead to all."""
+    try:
+        (speed,) = nvml.nvmlDeviceGetFieldValues(own, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+        bus = nvml.nvmlDeviceGetPciInfo(other).busId
+    except nvml.NVMLError:
+        return 0
+    links = sum(_leads_to(nvml, own, link, bus) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
+    return links * int(speed.value.uiVal) * 1_000_000 if speed.nvmlReturn == nvml.NVML_SUCCESS else 0
+
+
+def _leads_to(nvml: Any, own: Any, link: int, bus: Any) -> bool:
+    try:
+        if nvml.nvmlDeviceGetNvLinkState(own, link) != nvml.NVML_FEATURE_ENABLED:
+            return False
+        if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(own, link) == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return True
+        return bool(nvml.nvmlDeviceGetNvLinkRemotePciInfo(own, link).busId == bus)
+    except nvml.NVMLError:
+        return False
+
+
+def _pci_bytes_per_s(nvml: Any, own: Any, other: Any) -> int:
+    """What PCI Express carries to this GPU at best."""
+    try:
+        generation = nvml.nvmlDeviceGetMaxPcieLinkGeneration(own)
+        return int(nvml.nvmlDeviceGetMaxPcieLinkWidth(own)) * _PCI_LANE_BYTES_PER_S.get(generation, 0)
+    except nvml.NVMLError:
+        return 0
+
+
+def _has(nvml: Any, first: Any, second: Any, way: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetP2PStatus(first, second, way) == nvml.NVML_P2P_STATUS_OK)
+    except nvml.NVMLError:
+        return False
 
 
 def _describe(nvml: Any, index: int, driver: str) -> Gpu:

@@ -87,6 +87,14 @@ def gpu_devices(spec: MachineSpec, names: list[str], environment: dict[str, str]
     return devices
 
 
+def environment_on(devices: Sequence[HostDevice]) -> dict[str, str]:
+    """What a process on all of these devices has beyond this one's own environment: it sees them in this order."""
+    environment = dict(devices[0].environment)
+    if gpus.VISIBLE_DEVICES_VARIABLE in environment:
+        environment[gpus.VISIBLE_DEVICES_VARIABLE] = ",".join(device.name for device in devices)
+    return environment
+
+
 def cpu_device(spec: MachineSpec, environment: dict[str, str]) -> HostDevice:
     """The memory of this host, as far as it is free now."""
     device = HostDevice("", "cpu", environment, spec.device_bytes)

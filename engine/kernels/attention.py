@@ -4,7 +4,8 @@ engine/step/attention_plan.py.
 All query heads of one KV head are rows of one small matmul; a wide entry stacks several rows of the step as well. The
 softmax is the online one of FlashAttention (Dao et al., 2022), partial results are merged by log-sum-exp: exact. The
 programs walk lists in device memory, so that one CUDA graph serves any lengths. Keys that a row must not see are not
-loaded or are masked, whatever lies there.
+loaded or are masked, whatever lies there. A head's sink is what the sum of a row's weights begins with, in a row's only
+entry or as its partial results are merged.
 
 T rows, H query heads, N KV heads, G = H ÷ N, D head size, S slots of the pool, P partial results.
 """
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from engine.kernels import attention_hopper
 from engine.kernels.pdl import release, supports_pdl, wait
-from engine.kernels.step_layout import POSITIONS, TABLE_WIDTH, TABLES, word
+from engine.kernels.step_layout import POSITIONS, word
 from engine.step.attention_plan import ENTRY_WORDS, HEAD_WORDS, AttentionLayout
-from engine.step.layout import SEGMENTS_MAX, SPARE_WORD
+from engine.step.key_span import KeySpan
+from engine.step.layout import SEGMENTS_MAX, GroupWord, group_word
 
 _WORDS = tl.constexpr(ENTRY_WORDS)
 _HEAD = tl.constexpr(HEAD_WORDS)  # narrow entries follow at once: one load fewer before the first key is known
@@ -71,7 +73,7 @@ class AttentionScratch:
 
 
 def attention_layout(
-    windows: tuple[int | None, ...], heads: int, kv_heads: int, sequences: int, device: torch.device
+    spans: tuple[KeySpan, ...], heads: int, kv_heads: int, sequences: int, device: torch.device
 ) -> AttentionLayout:
     """The tiles of `attend` on this device, with room for the partial results of so many sequences."""
     narrow_programs = attention_hopper.NARROW_PROGRAMS if attention_hopper.is_hopper(device) else NARROW.programs
@@ -79,14 +81,14 @@ def attention_layout(
     if device.type == "cuda":
         count = torch.cuda.get_device_properties(device).multi_processor_count
     return AttentionLayout(
-        windows=windows,
+        spans=spans,
         kv_heads=kv_heads,
         wide_rows=max(1, WIDE.rows // (heads // kv_heads)),
         few_rows=_FEW_ROWS,
         few_programs=count * NARROW_FEW.programs,
         narrow_programs=count * narrow_programs,
         wide_programs=count * WIDE.programs,
-        slots=max(_SLOTS_MIN, sequences * (SEGMENTS_MAX + 1)),
+        slots=max(_SLOTS_MIN, sequences * (SEGMENTS_MAX + 2)),
     )
 
 
@@ -140,9 +142,16 @@ def _read_tile(  # one tile of keys for the rows of q, into the running softmax
 
 
 @triton.jit
+def _sinks_of(sinks, heads, present):
+    """What the running softmax of these heads begins with: peak and total."""
+    sink = tl.load(sinks + heads, mask=present, other=float("-inf")) * 1.4426950408889634
+    return sink, tl.where(present, 1.0, 0.0)
+
+
+@triton.jit
 def _merge(
-    partial, peaks, totals, result, row, head, first, count, HEADS: tl.constexpr, G: tl.constexpr,
-    MERGED_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    partial, peaks, totals, result, sinks, row, head, first, count, HEADS: tl.constexpr, G: tl.constexpr,
+    MERGED_G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merges the row's partial results for the query heads of one KV head into its result, some slots at a time."""
     slots = tl.arange(0, AT_ONCE)
@@ -150,6 +159,8 @@ def _merge(
     d = tl.arange(0, BLOCK_D)
     peak = tl.full([MERGED_G], float("-inf"), tl.float32)
     total = tl.zeros([MERGED_G], tl.float32)
+    if SINKS:
+        peak, total = _sinks_of(sinks, head * G + g, g < G)
     out = tl.zeros([MERGED_G, BLOCK_D], tl.float32)
     for start in range(0, count, AT_ONCE):
         present = (start + slots < count)[:, None] & (g < G)[None, :]
@@ -171,16 +182,14 @@ def _merge(
 
 @triton.jit
 def _narrow(
-    step, q, kv, result, partial, peaks, totals, counters, scale, softcap, window, HEADER_WORD: tl.constexpr,
+    step, q, kv, result, partial, peaks, totals, counters, scale, softcap, window, sinks, HEADER_WORD: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr, MERGED_G: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     release()
     tiles = step + tl.load(step + HEADER_WORD)
     entries = tiles + _HEAD
-    tables = step + tl.load(step + TABLES)
-    width = tl.load(step + TABLE_WIDTH)
     count = tl.load(tiles)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -189,7 +198,7 @@ def _narrow(
         entry = entries + item // KV_HEADS * _WORDS
         head = item % KV_HEADS
         row = tl.load(entry).to(tl.int64)
-        table = tables + tl.load(entry + 1) * width
+        table = step + tl.load(entry + 1)
         first, last = tl.load(entry + 2), tl.load(entry + 3)
         slot = tl.load(entry + 4)
         at = row * (HEADS * D) + (head * G + g)[:, None] * D + d[None, :]
@@ -200,6 +209,8 @@ def _narrow(
         queries = tl.load(q + at, mask=inside, other=0.0)
         peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
+        if SINKS:
+            peak, total = _sinks_of(sinks, head * G + g, g < tl.where(slot < 0, G, 0))
         out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         for start in tl.range(first, last, BLOCK_KEYS, num_stages=STAGES):
             peak, total, out = _read_tile(
@@ -221,8 +232,8 @@ def _narrow(
                 arrived = tl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
                 if arrived == narrow_slots - 1:
                     _merge(
-                        partial, peaks, totals, result, row, head, tl.load(entry + 5), tl.load(entry + 6), HEADS, G,
-                        MERGED_G, D, BLOCK_D, AT_ONCE,
+                        partial, peaks, totals, result, sinks, row, head, tl.load(entry + 5), tl.load(entry + 6),
+                        HEADS, G, MERGED_G, D, BLOCK_D, SINKS, AT_ONCE,
                     )  # fmt: skip
                     tl.atomic_xchg(counters + row * KV_HEADS + head, 0)
     wait()  # without an entry too: the next kernel that waits for this one waits for all before it
@@ -230,15 +241,13 @@ def _narrow(
 
 @triton.jit
 def _wide(
-    step, q, kv, result, partial, peaks, totals, scale, softcap, window, HEADER_WORD: tl.constexpr,
+    step, q, kv, result, partial, peaks, totals, scale, softcap, window, sinks, HEADER_WORD: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     tiles = step + tl.load(step + HEADER_WORD)
     entries = step + tl.load(tiles + 4)
-    tables = step + tl.load(step + TABLES)
-    width = tl.load(step + TABLE_WIDTH)
     stacked = tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, BLOCK_D)
     for item in range(tl.program_id(0), tl.load(tiles + 1) * KV_HEADS, tl.num_programs(0)):
@@ -248,7 +257,7 @@ def _wide(
         present = member < tl.load(entry + 1)
         members = step + tl.load(entry) + 2 * member
         row = tl.load(members, mask=present, other=0).to(tl.int64)
-        table = tables + tl.load(entry + 2) * width
+        table = step + tl.load(entry + 2)
         first, last = tl.load(entry + 3), tl.load(entry + 4)
         query_head = head * G + stacked % G
         inside = present[:, None] & (d < D)[None, :]
@@ -264,6 +273,9 @@ def _wide(
         plain = first + tl.maximum(0, plain - first) // BLOCK_KEYS * BLOCK_KEYS
         peak = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_ROWS], tl.float32)
+        if SINKS:
+            alone = tl.load(members + 1, mask=present, other=0) < 0
+            peak, total = _sinks_of(sinks, query_head, present & alone)
         out = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
         for start in tl.range(first, plain, BLOCK_KEYS, num_stages=STAGES):
             peak, total, out = _read_tile(
@@ -288,8 +300,8 @@ def _wide(
 
 @triton.jit
 def _merge_rows(
-    step, result, partial, peaks, totals, HEADER_WORD: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    step, result, partial, peaks, totals, sinks, HEADER_WORD: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     release()
     tiles = step + tl.load(step + HEADER_WORD)
@@ -299,20 +311,21 @@ def _merge_rows(
     for item in range(tl.program_id(0), count * HEADS, tl.num_programs(0)):
         entry = entries + item // HEADS * 4
         _merge(
-            partial, peaks, totals, result, tl.load(entry), item % HEADS, tl.load(entry + 1), tl.load(entry + 2),
-            HEADS, 1, 1, D, BLOCK_D, AT_ONCE,
+            partial, peaks, totals, result, sinks, tl.load(entry), item % HEADS, tl.load(entry + 1),
+            tl.load(entry + 2), HEADS, 1, 1, D, BLOCK_D, SINKS, AT_ONCE,
         )  # fmt: skip
 
 
 def attend(
     step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, scratch: AttentionScratch, layout: AttentionLayout,
-    window: int | None,
-    block_tokens: int, wide: bool, softcap: float = 0.0,
+    span: KeySpan, block_tokens: int, wide: bool, scale: float | None = None, softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """softmax(q·kᵀ ÷ √D)·v of each row of the step over its context; rows past the step's stay as they are.
+    """softmax(q·kᵀ · scale)·v of each row of the step over its context; rows past the step's stay as they are.
 
-    Reads the entries for `window` from the words behind the step, wide ones only if `wide` says that there are any.
-    kv_SW is one layer of the pool, of q's dtype or float8_e4m3fn. softcap > 0 caps logits: cap · tanh(logit ÷ cap).
+    Reads the entries for `span` from the words behind the step, wide ones only if `wide` says that there are any.
+    kv_SW is one layer of the pool, of q's dtype or float8_e4m3fn. The scale is 1 ÷ √D where none is given. softcap > 0
+    caps logits: cap · tanh(logit ÷ cap). Sinks, float32, are logits of keys beside the others that have no value.
     """
     heads, head_dim = q_THD.shape[1:]
     kv_heads = layout.kv_heads
@@ -326,19 +339,23 @@ def attend(
     fold = heads // kv_heads
     assert fold <= WIDE.rows, f"{fold} query heads share a KV head; a wide entry stacks {WIDE.rows} rows"
     block_g, block_d = max(16, triton.next_power_of_2(fold)), triton.next_power_of_2(head_dim)
-    scale = head_dim**-0.5 * _LOG2_E
+    if sinks_H is not None:
+        assert sinks_H.shape == (heads,)
+        assert sinks_H.dtype == torch.float32
+    scale = (head_dim**-0.5 if scale is None else scale) * _LOG2_E
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "G": fold, "D": head_dim, "BLOCK_D": block_d}
-    sizes["HEADER_WORD"] = SPARE_WORD + layout.windows.index(window)
+    sizes["HEADER_WORD"] = group_word(layout.spans.index(span), GroupWord.PLAN)
+    window = span.window  # an entry's keys lie in one chunk: the kernels know of none
     memory = (scratch.partial_PHD, scratch.peak_PH, scratch.total_PH)
     overlap = supports_pdl(q_THD.device)
     keys_shrink = max(1, block_d * q_THD.element_size() // 256)
     served = attention_hopper.serves(q_THD, kv_SW, kv_heads, block_tokens)
     few = len(q_THD) <= layout.few_rows
-    masks = {"WINDOWED": window is not None, "CAPPED": softcap > 0}
-    common = (scale, softcap, window or 0)
+    masks = {"WINDOWED": window is not None, "CAPPED": softcap > 0, "SINKS": sinks_H is not None}
+    common = (scale, softcap, window or 0, sinks_H)
     if wide and served:
         attention_hopper.attend_wide(
-            step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window, kv_heads, block_tokens,
+            step, q_THD, kv_SW, out_THD, *memory, scale, softcap, window, sinks_H, kv_heads, block_tokens,
             sizes["HEADER_WORD"], layout.wide_programs,
         )  # fmt: skip
     elif wide:
@@ -348,8 +365,8 @@ def attend(
         )  # fmt: skip
     if served and not few:
         attention_hopper.attend_narrow(
-            step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window, kv_heads, block_tokens,
-            sizes["HEADER_WORD"], layout.narrow_programs,
+            step, q_THD, kv_SW, out_THD, *memory, scratch.counters, scale, softcap, window, sinks_H, kv_heads,
+            block_tokens, sizes["HEADER_WORD"], layout.narrow_programs,
         )  # fmt: skip
     else:
         narrow = NARROW_FEW if few else NARROW
@@ -361,6 +378,7 @@ def attend(
         )  # fmt: skip
     if wide:
         _merge_rows[(layout.wide_programs * _MERGE_PROGRAMS,)](
-            step, out_THD, *memory, HEADER_WORD=sizes["HEADER_WORD"], HEADS=heads, D=head_dim, BLOCK_D=block_d,
-            AT_ONCE=_MERGED_AT_ONCE, num_warps=_MERGE_WARPS, launch_pdl=overlap,
+            step, out_THD, *memory, sinks_H, HEADER_WORD=sizes["HEADER_WORD"], HEADS=heads, D=head_dim,
+            BLOCK_D=block_d, SINKS=sinks_H is not None, AT_ONCE=_MERGED_AT_ONCE, num_warps=_MERGE_WARPS,
+            launch_pdl=overlap,
         )  # fmt: skip

@@ -48,10 +48,10 @@ _HALF = gl.constexpr(ROWS // 2)
 
 @gluon.jit
 def _consume_wide(
-    step, q, result, partial, peaks, totals, scale, softcap, window, queries, keys, values, keys_ready, values_ready,
-    keys_free, values_free, FIRST: gl.constexpr, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr,
+    step, q, result, partial, peaks, totals, scale, softcap, window, sinks, queries, keys, values, keys_ready,
+    values_ready, keys_free, values_free, FIRST: gl.constexpr, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr,
     KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, WINDOWED: gl.constexpr,
-    CAPPED: gl.constexpr, RING: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows FIRST … FIRST+63 of every entry."""
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -86,7 +86,7 @@ def _consume_wide(
         present = stacked // G < count
         limit = gl.where(present, last - 1, -1)
         plain = last  # keys below it are seen by every row
-        below = limit  # keys up to it are outside of a window
+        below = limit - window  # keys up to it are outside of a window
         if hidden > 0:
             row_of = gl.load(members + 2 * (stacked // G), mask=present, other=0)
             position = gl.load(positions + row_of, mask=present, other=-1)
@@ -96,6 +96,9 @@ def _consume_wide(
 
         peak = gl.full([_HALF], float("-inf"), gl.float32, ROW)
         total = gl.zeros([_HALF], gl.float32, ROW)
+        if SINKS:
+            alone = present & (gl.load(members + 2 * (stacked // G) + 1, mask=present, other=0) < 0)
+            peak, total = _sinks_of(sinks, head * G + stacked % G, alone)
         out = gl.zeros([_HALF, D], gl.float32, OUT)
         zero = gl.zeros([_HALF, KEYS], gl.float32, TILE)
 
@@ -167,10 +170,10 @@ def _consume_wide(
 
 @gluon.jit
 def _wide(
-    step, pool, q, result, partial, peaks, totals, scale, softcap, window, HEADER_WORD: gl.constexpr,
+    step, pool, q, result, partial, peaks, totals, scale, softcap, window, sinks, HEADER_WORD: gl.constexpr,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
     BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, WINDOWED: gl.constexpr, CAPPED: gl.constexpr,
-    RING: gl.constexpr,
+    SINKS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -190,14 +193,14 @@ def _wide(
     gl.warp_specialize(
         [
             (_consume_wide, (
-                step, q, result, partial, peaks, totals, scale, softcap, window, queries_low, keys, values, keys_ready,
-                values_ready, keys_free, values_free, 0, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
-                CAPPED, RING,
+                step, q, result, partial, peaks, totals, scale, softcap, window, sinks, queries_low, keys, values,
+                keys_ready, values_ready, keys_free, values_free, 0, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS,
+                WINDOWED, CAPPED, SINKS, RING,
             )),
             (_consume_wide, (
-                step, q, result, partial, peaks, totals, scale, softcap, window, queries_high, keys, values, keys_ready,
-                values_ready, keys_free, values_free, _HALF, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS, WINDOWED,
-                CAPPED, RING,
+                step, q, result, partial, peaks, totals, scale, softcap, window, sinks, queries_high, keys, values,
+                keys_ready, values_ready, keys_free, values_free, _HALF, HEADER_WORD, HEADS, KV_HEADS, G, D, KEYS,
+                WINDOWED, CAPPED, SINKS, RING,
             )),
             (fetch, (
                 step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, True, HEADER_WORD, KV_HEADS,
@@ -209,9 +212,16 @@ def _wide(
 
 
 @gluon.jit
+def _sinks_of(sinks, heads, present):
+    """What the running softmax of these heads begins with: peak and total."""
+    sink = gl.load(sinks + heads, mask=present, other=float("-inf")) * 1.4426950408889634
+    return sink, gl.where(present, 1.0, 0.0)
+
+
+@gluon.jit
 def _merge(
-    partial, peaks, totals, result, row, head, first, count, HEADS: gl.constexpr, G: gl.constexpr,
-    MERGED_G: gl.constexpr, D: gl.constexpr,
+    partial, peaks, totals, result, sinks, row, head, first, count, HEADS: gl.constexpr, G: gl.constexpr,
+    MERGED_G: gl.constexpr, D: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Merges the row's partial results for the query heads of one KV head into its result, one after the other."""
     layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [4, 1], [1, 0])
@@ -220,6 +230,8 @@ def _merge(
     inside = (g < G)[:, None] & (d < D)[None, :]
     peak = gl.full([MERGED_G], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     total = gl.zeros([MERGED_G], gl.float32, gl.SliceLayout(1, layout))
+    if SINKS:
+        peak, total = _sinks_of(sinks, head * G + g, g < G)
     out = gl.zeros([MERGED_G, D], gl.float32, layout)
     for nth in range(count):
         at = (first.to(gl.int64) + nth) * HEADS + head * G + g
@@ -239,10 +251,10 @@ def _merge(
 
 @gluon.jit
 def _consume_narrow(
-    step, q, result, partial, peaks, totals, counters, scale, softcap, window, queries, keys, values, keys_ready,
-    values_ready, keys_free, values_free, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-    G: gl.constexpr, MERGED_G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr, WINDOWED: gl.constexpr,
-    CAPPED: gl.constexpr, RING: gl.constexpr,
+    step, q, result, partial, peaks, totals, counters, scale, softcap, window, sinks, queries, keys, values,
+    keys_ready, values_ready, keys_free, values_free, HEADER_WORD: gl.constexpr, HEADS: gl.constexpr,
+    KV_HEADS: gl.constexpr, G: gl.constexpr, MERGED_G: gl.constexpr, D: gl.constexpr, KEYS: gl.constexpr,
+    WINDOWED: gl.constexpr, CAPPED: gl.constexpr, SINKS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: one row's query heads of one KV head, the rest of its 64 rows empty."""
     TILE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -272,6 +284,9 @@ def _consume_narrow(
             below = limit * 0 + (gl.load(positions + row) - window)
         peak = gl.full([_HALF], float("-inf"), gl.float32, ROW)
         total = gl.zeros([_HALF], gl.float32, ROW)
+        if SINKS:
+            g = gl.arange(0, _HALF, ROW)
+            peak, total = _sinks_of(sinks, head * G + g, g < gl.where(slot < 0, G, 0))
         out = gl.zeros([_HALF, D], gl.float32, OUT)
         zero = gl.zeros([_HALF, KEYS], gl.float32, TILE)
         for start in range(first, last, KEYS):
@@ -315,8 +330,8 @@ def _consume_narrow(
                 arrived = gl.atomic_add(counters + row * KV_HEADS + head, 1, sem="acq_rel")
                 if arrived == narrow_slots - 1:
                     _merge(
-                        partial, peaks, totals, result, row, head, gl.load(entry + 5), gl.load(entry + 6), HEADS, G,
-                        MERGED_G, D,
+                        partial, peaks, totals, result, sinks, row, head, gl.load(entry + 5), gl.load(entry + 6),
+                        HEADS, G, MERGED_G, D, SINKS,
                     )  # fmt: skip
                     gl.atomic_xchg(counters + row * KV_HEADS + head, 0)
     gdc_wait()  # without an entry too, as in attention.py
@@ -324,10 +339,10 @@ def _consume_narrow(
 
 @gluon.jit
 def _narrow(
-    step, pool, q, result, partial, peaks, totals, counters, scale, softcap, window, HEADER_WORD: gl.constexpr,
+    step, pool, q, result, partial, peaks, totals, counters, scale, softcap, window, sinks, HEADER_WORD: gl.constexpr,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, G: gl.constexpr, MERGED_G: gl.constexpr, D: gl.constexpr,
     KEYS: gl.constexpr, BLOCK_TOKENS: gl.constexpr, UNIT: gl.constexpr, WINDOWED: gl.constexpr,
-    CAPPED: gl.constexpr, RING: gl.constexpr,
+    CAPPED: gl.constexpr, SINKS: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     panel: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -346,9 +361,9 @@ def _narrow(
     gl.warp_specialize(
         [
             (_consume_narrow, (
-                step, q, result, partial, peaks, totals, counters, scale, softcap, window, queries, keys, values,
-                keys_ready, values_ready, keys_free, values_free, HEADER_WORD, HEADS, KV_HEADS, G, MERGED_G, D, KEYS,
-                WINDOWED, CAPPED, RING,
+                step, q, result, partial, peaks, totals, counters, scale, softcap, window, sinks, queries, keys,
+                values, keys_ready, values_ready, keys_free, values_free, HEADER_WORD, HEADS, KV_HEADS, G, MERGED_G, D,
+                KEYS, WINDOWED, CAPPED, SINKS, RING,
             )),
             (fetch, (
                 step, pool, keys, values, keys_ready, values_ready, keys_free, values_free, False, HEADER_WORD,
@@ -374,34 +389,34 @@ def serves(q_THD: Tensor, kv_SW: Tensor, kv_heads: int, block_tokens: int) -> bo
 
 def attend_wide(
     step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, partial_PHD: Tensor, peak_PH: Tensor,
-    total_PH: Tensor, scale: float, softcap: float, window: int | None, kv_heads: int, block_tokens: int,
-    header_word: int, programs: int,
+    total_PH: Tensor, scale: float, softcap: float, window: int | None, sinks_H: Tensor | None, kv_heads: int,
+    block_tokens: int, header_word: int, programs: int,
 ) -> None:  # fmt: skip
     """Computes attention.py's `_wide`, for tensors that `serves` accepts."""
     heads, head_dim = q_THD.shape[1:]
     unit = min(block_tokens, _UNIT_MAX)
     _wide[(programs,)](
         step, _tensor_map(kv_SW, unit), q_THD, out_THD, partial_PHD, peak_PH, total_PH, scale, softcap, window or 0,
-        HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=heads // kv_heads, D=head_dim, KEYS=_KEYS,
-        BLOCK_TOKENS=block_tokens, UNIT=unit, WINDOWED=window is not None, CAPPED=softcap > 0, RING=_RING,
-        num_warps=4, launch_pdl=True,
+        sinks_H, HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=heads // kv_heads, D=head_dim, KEYS=_KEYS,
+        BLOCK_TOKENS=block_tokens, UNIT=unit, WINDOWED=window is not None, CAPPED=softcap > 0,
+        SINKS=sinks_H is not None, RING=_RING, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
 def attend_narrow(
     step: Tensor, q_THD: Tensor, kv_SW: Tensor, out_THD: Tensor, partial_PHD: Tensor, peak_PH: Tensor,
-    total_PH: Tensor, counters: Tensor, scale: float, softcap: float, window: int | None, kv_heads: int,
-    block_tokens: int, header_word: int, programs: int,
+    total_PH: Tensor, counters: Tensor, scale: float, softcap: float, window: int | None, sinks_H: Tensor | None,
+    kv_heads: int, block_tokens: int, header_word: int, programs: int,
 ) -> None:  # fmt: skip
     """Computes attention.py's `_narrow`, for tensors that `serves` accepts."""
     heads, head_dim = q_THD.shape[1:]
     unit, fold = min(block_tokens, _UNIT_MAX), heads // kv_heads
     _narrow[(programs,)](
         step, _tensor_map(kv_SW, unit), q_THD, out_THD, partial_PHD, peak_PH, total_PH, counters, scale, softcap,
-        window or 0, HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=fold,
+        window or 0, sinks_H, HEADER_WORD=header_word, HEADS=heads, KV_HEADS=kv_heads, G=fold,
         MERGED_G=max(4, triton.next_power_of_2(fold)), D=head_dim, KEYS=_NARROW_KEYS, BLOCK_TOKENS=block_tokens,
-        UNIT=unit, WINDOWED=window is not None, CAPPED=softcap > 0, RING=_NARROW_RING, num_warps=4,
-        maxnreg=_NARROW_REGISTERS, launch_pdl=True,
+        UNIT=unit, WINDOWED=window is not None, CAPPED=softcap > 0, SINKS=sinks_H is not None,
+        RING=_NARROW_RING, num_warps=4, maxnreg=_NARROW_REGISTERS, launch_pdl=True,
     )  # fmt: skip
 
 

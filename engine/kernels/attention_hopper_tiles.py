@@ -9,13 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
-from engine.kernels import step_layout
 from engine.step.attention_plan import ENTRY_WORDS
 
 WORDS = gl.constexpr(ENTRY_WORDS)
 PANEL = gl.constexpr(64)  # columns of a tile that lie together in shared memory: 128 bytes
-_TABLE_WIDTH = gl.constexpr(step_layout.TABLE_WIDTH.value)
-_TABLES = gl.constexpr(step_layout.TABLES.value)
 # The name differs between the supported versions of Triton.
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
@@ -51,13 +48,11 @@ def fetch(
     """One warp: fetches the tiles of all entries in turn, as soon as their places in the rings are free."""
     tiles = step + gl.load(step + HEADER_WORD)
     entries, count = entries_of(step, tiles, WIDE)
-    tables = step + gl.load(step + _TABLES)
-    width = gl.load(step + _TABLE_WIDTH)
     fetched = 0
     for item in range(gl.program_id(0), count * KV_HEADS, gl.num_programs(0)):
         entry = entries + item // KV_HEADS * WORDS + (1 if WIDE else 0)
         column = item % KV_HEADS * D
-        table = tables + gl.load(entry + 1) * width
+        table = step + gl.load(entry + 1)
         first, last = gl.load(entry + 2), gl.load(entry + 3)
         gdc_wait()
         for start in range(first, last, KEYS):

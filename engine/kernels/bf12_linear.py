@@ -44,7 +44,7 @@ class Bf12Tiling:
 
 
 @triton.jit
-def _words_at(words, outputs, columns, N, W, MASKED: tl.constexpr, LANES: tl.constexpr):
+def words_at(words, outputs, columns, N, W, MASKED: tl.constexpr, LANES: tl.constexpr):
     if MASKED:
         outputs = tl.minimum(outputs, N - 1)  # its result is not stored
     within = columns // LANES * (3 * LANES) + columns % LANES
@@ -52,7 +52,7 @@ def _words_at(words, outputs, columns, N, W, MASKED: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def _load(at, LANES: tl.constexpr, INLINE: tl.constexpr):
+def load_numbers(at, LANES: tl.constexpr, INLINE: tl.constexpr):
     high = tl.load(at, eviction_policy="evict_first")
     low0 = tl.load(at + LANES, eviction_policy="evict_first")
     low1 = tl.load(at + 2 * LANES, eviction_policy="evict_first")
@@ -108,16 +108,16 @@ def _multiply_row(
     turn_first, turn_last = part * turns // parts, (part + 1) * turns // parts
     outputs = start + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCKS * LANES)
-    at = _words_at(words, outputs, columns, N, W, MASKED, LANES)
+    at = words_at(words, outputs, columns, N, W, MASKED, LANES)
     x_at = x + columns // LANES * (8 * LANES) + columns % LANES
-    numbers = _load(at + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
+    numbers = load_numbers(at + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
     scale = tl.load(scales + outputs, mask=outputs < N, other=0.0)
     first, last = escapes_of(firsts, start, end, part, parts)
     place, value = some_escapes(places, values, first, last)
     total = tl.zeros([BLOCK_N, BLOCKS * LANES], tl.float32)
     if GATED:
         at_up = at + N.to(tl.int64) * W
-        numbers_up = _load(at_up + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
+        numbers_up = load_numbers(at_up + turn_first * (3 * LANES * BLOCKS), LANES, INLINE)
         scale_up = tl.load(scales + outputs + N, mask=outputs < N, other=0.0)
         first_up, last_up = escapes_of(firsts, start + N, end + N, part, parts)
         place_up, value_up = some_escapes(places, values, first_up, last_up)
@@ -132,10 +132,10 @@ def _multiply_row(
     else:
         total = _add_turn(total, numbers, x_first, LANES)
     for turn in tl.range(turn_first + 1, turn_last, num_stages=STAGES):
-        numbers = _load(at + turn * (3 * LANES * BLOCKS), LANES, INLINE)
+        numbers = load_numbers(at + turn * (3 * LANES * BLOCKS), LANES, INLINE)
         x_turn = x_at + turn * (8 * LANES * BLOCKS)
         if GATED:
-            numbers_up = _load(at_up + turn * (3 * LANES * BLOCKS), LANES, INLINE)
+            numbers_up = load_numbers(at_up + turn * (3 * LANES * BLOCKS), LANES, INLINE)
             total, total_up = _add_gated_turn(total, total_up, numbers, numbers_up, x_turn, LANES)
         else:
             total = _add_turn(total, numbers, x_turn, LANES)
@@ -152,12 +152,12 @@ def _multiply_row(
 @triton.jit
 def _join(left, right):
     """Side by side: [N, C] twice → [N, 2 · C]."""
-    joined = tl.permute(tl.join(left, right), [0, 2, 1])
-    return tl.reshape(joined, [left.shape[0], 2 * left.shape[1]])
+    pairs = tl.permute(tl.join(left, right), [0, 2, 1])
+    return tl.reshape(pairs, [left.shape[0], 2 * left.shape[1]])
 
 
 @triton.jit
-def _joined(numbers, JOINED: tl.constexpr):
+def joined(numbers, JOINED: tl.constexpr):
     """Eight [N, C] → 8 ÷ JOINED of [N, JOINED · C]."""
     if JOINED > 1:
         n0, n1, n2, n3, n4, n5, n6, n7 = numbers
@@ -178,7 +178,7 @@ def _rows_x_of(x, place, rows, T, K):
 
 
 @triton.jit
-def _escaped(total, missing, x_ET, place, value, outputs):
+def escaped(total, missing, x_ET, place, value, outputs):
     """Subtracts some escapes' placeholders from the sums, and adds their values to what is missing."""
     hit = hits(place, outputs)
     held = tl.where(hit, -PLACEHOLDER, 0.0).to(x_ET.dtype)
@@ -192,10 +192,10 @@ def _finish_rows(total, x, scale, places, values, place, value, x_ET, first, las
     """Finishes the sums as `_finish_row`. The first escapes are not in the loop: without a product right after the loop
     over the inputs, the assembler would have each of its products wait for the one before."""
     missing = tl.zeros_like(total)
-    total, missing = _escaped(total, missing, x_ET, place, value, outputs)
+    total, missing = escaped(total, missing, x_ET, place, value, outputs)
     for escape in tl.range(first + ESCAPES, last, ESCAPES, num_stages=1):
         place, value = some_escapes(places, values, escape, last)
-        total, missing = _escaped(total, missing, _rows_x_of(x, place, rows, T, K), place, value, outputs)
+        total, missing = escaped(total, missing, _rows_x_of(x, place, rows, T, K), place, value, outputs)
     return total * scale[:, None] + missing
 
 
@@ -212,7 +212,7 @@ def _multiply_rows(
     block_first, block_last = part * blocks // parts, (part + 1) * blocks // parts
     outputs = start + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_T)
-    at = _words_at(words, outputs, tl.arange(0, LANES), N, W, MASKED, LANES)
+    at = words_at(words, outputs, tl.arange(0, LANES), N, W, MASKED, LANES)
     x_at = x + rows[None, :] * K + tl.arange(0, JOINED * LANES)[:, None]
     inside = (rows < T)[None, :]
     scale = tl.load(scales + outputs, mask=outputs < N, other=0.0)
@@ -232,9 +232,9 @@ def _multiply_rows(
         if GATED:
             x_up_ET = _rows_x_of(x, place_up, rows, T, K)
     for block in tl.range(block_first, block_last, num_stages=STAGES):
-        weights = _joined(_load(at + block * (3 * LANES), LANES, INLINE), JOINED)
+        weights = joined(load_numbers(at + block * (3 * LANES), LANES, INLINE), JOINED)
         if GATED:
-            weights_up = _joined(_load(at_up + block * (3 * LANES), LANES, INLINE), JOINED)
+            weights_up = joined(load_numbers(at_up + block * (3 * LANES), LANES, INLINE), JOINED)
         for piece in tl.static_range(8 // JOINED):
             x_CT = tl.load(x_at + (block * 8 + piece * JOINED) * LANES, mask=inside, other=0.0)
             total = tl.dot(weights[piece].to(x_CT.dtype), x_CT, total, input_precision="ieee")

@@ -33,7 +33,7 @@ def name_kernels() -> None:
     already: in the order of use, some names would depend on which kernel comes first.
     """
     triton_key()
-    for name in sorted(module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")):
+    for name in sorted(module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")):
         for kernel in vars(importlib.import_module(name)).values():
             if isinstance(kernel, JITFunction):
                 _ = kernel.cache_key

@@ -1,5 +1,5 @@
-"""RMSNorm, fused with adding up the parts of the linear layer before it, the sum in float32; and the gathering of the
-rows of a step whose logits are needed.
+"""RMSNorm, fused with adding up the parts of the linear layer before it, the sum in float32, where families do so with
+a norm of what is added; and the gathering of the rows of a step whose logits are needed.
 
 P parts of one result, T rows of a bucket, R gathered rows, H hidden size, W width of all heads.
 """
@@ -26,14 +26,31 @@ def _add(total, parts, offset, part_stride, columns, inside, P: tl.constexpr):
 
 
 @triton.jit
-def _add_norm(total, parts, weight, out, hidden, part_stride, epsilon, P: tl.constexpr, BLOCK: tl.constexpr):
+def _add_normed(
+    total, parts, behind, offset, part_stride, columns, inside, hidden, epsilon, P: tl.constexpr
+):  # fmt: skip
+    x = tl.load(parts + offset + columns, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, P):
+        x += tl.load(parts + part * part_stride + offset + columns, mask=inside, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon) * tl.load(behind + columns, mask=inside, other=0.0)
+    return x + tl.load(total + offset + columns, mask=inside, other=0.0)
+
+
+@triton.jit
+def _add_norm(
+    total, parts, weight, behind, out, hidden, part_stride, epsilon, P: tl.constexpr, BEHIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     release()
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     offset = tl.program_id(0).to(tl.int64) * hidden
     scale = tl.load(weight + columns, mask=inside, other=0.0)
     wait()
-    x = _add(total, parts, offset, part_stride, columns, inside, P)
+    if BEHIND:
+        x = _add_normed(total, parts, behind, offset, part_stride, columns, inside, hidden, epsilon, P)
+    else:
+        x = _add(total, parts, offset, part_stride, columns, inside, P)
     if P > 0:
         tl.store(total + offset + columns, x, mask=inside)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon) * scale
@@ -55,11 +72,19 @@ def _gather(step, total, attended, total_out, attended_out, hidden, width, BLOCK
     wait()  # without a row too: the next kernel that waits for this one waits for all before it
 
 
-def add_norm(sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon: float, out_TH: Tensor) -> None:
-    """Adds the parts to the sum, in place, and writes sum ÷ its root mean square · weight."""
+def add_norm(
+    sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon: float, out_TH: Tensor,
+    behind_H: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Adds the parts to the sum, in place, and writes sum ÷ its root mean square · weight. With `behind_H`, what the
+    parts add up to is normed by that weight before it is added."""
     rows, hidden = sum_TH.shape
     assert sum_TH.dtype == weight_H.dtype == torch.float32
     assert weight_H.shape == (hidden,)
+    if behind_H is not None:
+        assert behind_H.shape == weight_H.shape
+        assert behind_H.dtype == torch.float32
+        assert parts_PTH is not None
     assert out_TH.shape == sum_TH.shape
     for each in (sum_TH, weight_H, out_TH):
         assert each.is_contiguous()
@@ -70,8 +95,9 @@ def add_norm(sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon
         assert parts_PTH.stride()[1:] == (hidden, 1)
     block = triton.next_power_of_2(hidden)
     _add_norm[(rows,)](
-        sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, out_TH, hidden, stride, epsilon,
-        P=count, BLOCK=block, num_warps=_warps(rows, block), launch_pdl=supports_pdl(sum_TH.device),
+        sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, behind_H, out_TH, hidden, stride, epsilon,
+        P=count, BEHIND=behind_H is not None, BLOCK=block, num_warps=_warps(rows, block),
+        launch_pdl=supports_pdl(sum_TH.device),
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from engine.kernels.step_layout import (
     BIAS_STARTS,
     BIAS_VALUES,
     FREQUENCY,
+    HISTORIES,
     HISTORY,
-    HISTORY_STARTS,
     MASK,
     PRESENCE,
     REPETITION,
@@ -143,11 +143,11 @@ def _count(step, sampled, counts, V, BLOCK: tl.constexpr):
     order matters."""
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
-        first = word(step, HISTORY_STARTS, row)
-        last = word(step, HISTORY_STARTS, row + 1)
+        first = word(step, HISTORIES, 3 * row)
+        last = word(step, HISTORIES, 3 * row + 1)
         if first < last:
-            prompt_end = first + 1 + word(step, HISTORY, first)
-            for start in range(first + 1 + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
+            prompt_end = first + word(step, HISTORIES, 3 * row + 2)
+            for start in range(first + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
                 at = start + tl.arange(0, BLOCK)
                 ids = tl.load(step + tl.load(step + HISTORY) + at, mask=at < last, other=0)
                 ids = tl.where(ids < 0, tl.load(sampled - 1 - ids, mask=(at < last) & (ids < 0), other=0), ids)
@@ -161,7 +161,7 @@ def _count(step, sampled, counts, V, BLOCK: tl.constexpr):
 def _penalise(step, logits, counts, V, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
-        seen = word(step, HISTORY_STARTS, row) < word(step, HISTORY_STARTS, row + 1)
+        seen = word(step, HISTORIES, 3 * row) < word(step, HISTORIES, 3 * row + 1)
         last = tl.where(seen, V, 0)
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         place = row.to(tl.int64) * V + at

@@ -3,25 +3,22 @@
 import triton
 import triton.language as tl
 
-from engine.step.layout import OFFSET_WORD, SAMPLING_WORDS, Section
+from engine.step.layout import EMBEDDING_TOKEN, OFFSET_WORD, SAMPLING_WORDS, Count, Section
 
-ROWS = tl.constexpr(0)  # count words of the header
-SLICES = tl.constexpr(1)
-TABLE_WIDTH = tl.constexpr(2)
-SAMPLED = tl.constexpr(3)
+ROWS = tl.constexpr(int(Count.TOKENS))  # count words of the header
+SAMPLED = tl.constexpr(int(Count.ROWS))
 
 TOKENS = tl.constexpr(OFFSET_WORD + Section.TOKENS)  # header words that hold a section's first word
 POSITIONS = tl.constexpr(OFFSET_WORD + Section.POSITIONS)
-SLOTS = tl.constexpr(OFFSET_WORD + Section.SLOTS)
-TABLES = tl.constexpr(OFFSET_WORD + Section.TABLES)
 LOGITS_ROWS = tl.constexpr(OFFSET_WORD + Section.ROWS)
 SAMPLING = tl.constexpr(OFFSET_WORD + Section.SAMPLING)
-HISTORY_STARTS = tl.constexpr(OFFSET_WORD + Section.HISTORY_STARTS)
+HISTORIES = tl.constexpr(OFFSET_WORD + Section.HISTORIES)
 HISTORY = tl.constexpr(OFFSET_WORD + Section.HISTORY)
 BIAS_STARTS = tl.constexpr(OFFSET_WORD + Section.BIAS_STARTS)
 BIAS_IDS = tl.constexpr(OFFSET_WORD + Section.BIAS_IDS)
 BIAS_VALUES = tl.constexpr(OFFSET_WORD + Section.BIAS_VALUES)
 
+EMBEDDED = tl.constexpr(EMBEDDING_TOKEN)  # the first token that is a row of a buffer
 _WORDS = tl.constexpr(SAMPLING_WORDS)
 TEMPERATURE = tl.constexpr(0)  # words of a row's sampling settings
 TOP_K = tl.constexpr(1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.memory.virtual_memory import Arena, contiguous_ranges
+from engine.step.key_span import FULL, KeySpan
 
 EXTENT_BYTES: Final = 1 << 30
 _EXTENTS: Final = 64
@@ -20,13 +21,14 @@ _CPU: Final = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one slot of one layer holds: K of all KV heads, then V of all KV heads."""
+    """What one slot of one layer holds: K of all KV heads, then V of all KV heads. A pool's layers have one span."""
 
     layers: int
     kv_heads: int
     head_dim: int
     block_tokens: int
     dtype: torch.dtype
+    span: KeySpan = FULL
 
     @property
     def slot_width(self) -> int:
@@ -59,14 +61,18 @@ class KVPool:
     large pool costs memory only as it fills. On a GPU what lies in a slot before it is written is anything.
     """
 
-    def __init__(self, shape: KVShape, blocks: int, arena: Arena | None = None, extents: int | None = None) -> None:
-        """With memory for the first so many extents, or for all. Raises OutOfDeviceMemory."""
+    def __init__(
+        self, shape: KVShape, blocks: int, arena: Arena | None = None, extents: int | None = None,
+        blocks_at_once: int = 0,
+    ) -> None:  # fmt: skip
+        """With memory for the first so many extents, or for all. An extent has as many blocks as `extent_blocks`
+        says, or so many where that is decided elsewhere. Raises OutOfDeviceMemory."""
         assert blocks > 0
         arena = arena or Arena.of(_CPU)
         self.shape = shape
         self.blocks = blocks
         self.empty = blocks
-        self.extent_blocks = extent_blocks(shape, blocks, arena.driver.granularity)
+        self.extent_blocks = blocks_at_once or extent_blocks(shape, blocks, arena.driver.granularity)
         self.extents = -(-blocks // self.extent_blocks)
         piece_bytes = self.extent_blocks * shape.layer_block_bytes
         # The empty block lies in one more piece, which gets no memory: on a CPU that reads as zero.
@@ -153,6 +159,14 @@ class KVPool:
     def put(self, layer: int, blocks_B: Tensor, taken: Tensor) -> None:
         """Copies into blocks of a layer what `take` took."""
         self._words[layer].index_copy_(0, blocks_B, taken.view(self._words.dtype))
+
+    def gather(self, blocks_B: Tensor, into_BLW: Tensor) -> None:
+        """Copies whole blocks, all layers of each, into bytes [B, layers, layer_block_bytes]."""
+        torch.index_select(self._words.transpose(0, 1), 0, blocks_B, out=into_BLW.view(self._words.dtype))
+
+    def scatter(self, blocks_B: Tensor, gathered_BLW: Tensor) -> None:
+        """Copies into whole blocks what `gather` copied."""
+        self._words.transpose(0, 1).index_copy_(0, blocks_B, gathered_BLW.view(self._words.dtype))
 
     def check(self) -> None:
         """The empty block is still zero: nothing was written through a table's padding."""

@@ -18,8 +18,8 @@ from engine.kernels import bf12_linear, bf12_linear_hopper, linear
 from engine.kernels.bf12_decode import expand
 from engine.kernels.bf12_linear import Bf12Tiling
 from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.elementwise import gelu_and_multiply, silu_and_multiply
 from engine.kernels.linear import LinearTiling
-from engine.kernels.swiglu import silu_and_multiply
 from engine.kernels.tuning import select_bf12_tiling, select_tiling
 
 CHUNK_BYTES: Final = 256 << 20  # of the expanded matrix: all but heads are one chunk
@@ -49,6 +49,10 @@ class GpuLinear:
         if tiling is not None:
             return linear.multiply_gated(x_TK, self._weight_NK, tiling)
         return silu_and_multiply(functional.linear(x_TK, self._weight_NK, self._bias_N))
+
+    def geglu(self, x_TK: Tensor) -> Tensor:
+        """gelu of the first half of the outputs · the second half, [T, I]."""
+        return gelu_and_multiply(self(x_TK), x_TK.dtype)
 
     def logits(self, x_TK: Tensor) -> Tensor:
         """[T, N] in one part, as the head's logits are wanted."""
@@ -92,6 +96,9 @@ class Bf12Linear:
                 return bf12_linear.multiply_gated(x_TK, self._weight, tiling)
             case tiling:
                 return bf12_linear_hopper.multiply_gated(x_TK, self._weight, tiling)
+
+    def geglu(self, x_TK: Tensor) -> Tensor:
+        return gelu_and_multiply(self(x_TK), x_TK.dtype)
 
     def logits(self, x_TK: Tensor) -> Tensor:
         return _in_one_part(self(x_TK), x_TK.dtype)

@@ -8,6 +8,7 @@ another process can allocate it. It knows bytes, and nothing of what they mean. 
 CUDA, and the host's memory, which is how everything above runs on a CPU.
 """
 
+import ctypes
 import mmap
 import sys
 from collections.abc import Iterable
@@ -234,6 +235,8 @@ class HostMemoryDriver:
 
     def unmap(self, address: int, size: int, handles: list[int]) -> None:
         start, pages = self._range(address)
+        if sys.platform != "linux":  # elsewhere what is not needed may keep what it held
+            ctypes.memset(address, 0, size)
         pages.madvise(mmap.MADV_DONTNEED, address - start, size)
 
     def wait(self) -> None:

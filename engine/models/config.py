@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json says, of a decoder or an encoder, as one frozen value that the rest can trust.
+"""Reads what a model's config.json says, of a decoder or an encoder.
 
-It knows the families by their `architectures` entry and what each leaves unsaid; it knows no tensor names.
+It knows the architectures by name, and leaves what each decoder's family means to families.py.
 """
 
 import json
@@ -9,60 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from engine.models.decoder_config import (
+    ROPE_KINDS,
+    ModelConfig,
+    ModelConfigError,
+    RopeConfig,
+    VisionConfig,
+    positive_int,
+)
+from engine.models.families import FAMILIES
+from engine.models.quantization import fp8_scales
+from engine.models.vision import PREPROCESSOR_FILES, SEEING_ARCHITECTURES, parse_vision_config
 
-class ModelConfigError(ValueError):
-    """A config.json that this engine cannot run; the message names the entry and what would do."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding. `kind` is default, linear (positions ÷ factor) or llama3 (low frequencies ÷ factor)."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_context_tokens: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """A decoder-only transformer of the Llama kind.
-
-    windows         per layer, how many tokens back attention reaches, its own included; None: all of them.
-    qkv_bias …      which linear layers add a bias.
-    qk_norm         RMS norm over each head of q and k before the rotation (Qwen3).
-    tied_head       the output head is the embedding table.
-    vectors         there is no head: what the last norm gives is the result.
-    dtype           the weights', as the file says: float32, bfloat16 or float16; bfloat16 where it is silent.
-    """
-
-    architecture: str
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    norm_epsilon: float
-    rope: RopeConfig
-    context_tokens: int
-    windows: tuple[int | None, ...]
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied_head: bool
-    stop_ids: tuple[int, ...]
-    dtype: str
-    vectors: bool = False
-
-    @property
-    def outputs(self) -> int:
-        """How many numbers a sampled row gives: a logit for each token, or a vector."""
-        return self.hidden if self.vectors else self.vocabulary
+__all__ = ["ROPE_KINDS", "ModelConfig", "ModelConfigError", "RopeConfig", "VisionConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +56,7 @@ class EncoderConfig:
         return self.positions - self.first_position
 
 
-DECODER_ARCHITECTURES: Final = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DECODER_ARCHITECTURES: Final = tuple(FAMILIES)
 HEADLESS: Final = {f"{family}Model": f"{family}ForCausalLM" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _SCORING: Final = ("BertForSequenceClassification", *(f"{x}RobertaForSequenceClassification" for x in ("", "XLM")))
 ENCODER_ARCHITECTURES: Final = (
@@ -105,8 +64,6 @@ ENCODER_ARCHITECTURES: Final = (
     *_SCORING,
 )
 ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-ROPE_KINDS: Final = ("default", "linear", "llama3")
-_WITHOUT_ATTENTION_BIAS: Final = ("MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
@@ -116,7 +73,7 @@ def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
     generation_path = folder / "generation_config.json"
     generation = read_json(generation_path) if generation_path.exists() else {}
     stop = generation.get("eos_token_id")
-    parsed = parse_decoder_config(config, stop if stop is not None else config.get("eos_token_id"))
+    parsed = parse_decoder_config(config, stop)
     if parsed.vectors and not vectors:
         raise ModelConfigError(
             f"{folder} is a model without a head, which gives vectors: set its task to Text Embeddings"
@@ -124,43 +81,35 @@ def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
     return replace(parsed, vectors=vectors)
 
 
+def read_vision_config(folder: Path) -> VisionConfig | None:
+    """What encodes images for the folder's decoder; None where nothing does that is known here. Raises
+    ModelConfigError."""
+    config = read_json(folder / "config.json")
+    if (config.get("architectures") or [""])[0] not in SEEING_ARCHITECTURES:
+        return None
+    files = [folder / name for name in PREPROCESSOR_FILES if (folder / name).exists()]
+    return parse_vision_config(config, read_json(files[0]) if files else {})
+
+
 def parse_decoder_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:
-    """Raises ModelConfigError for what this engine does not run, and names the entry."""
+    """Stop ids are the config's where there are no others. Raises ModelConfigError for what this engine does not run,
+    and names the entry."""
     architecture = _architecture(config, DECODER_ARCHITECTURES)
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelConfigError(f"hidden_act {config['hidden_act']!r} is not supported; silu is")
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
-    kv_heads = _positive(config, "num_key_value_heads", heads)
-    layers = _positive(config, "num_hidden_layers")
-    head_dim = _positive(config, "head_dim", 128 if architecture == "Qwen3ForCausalLM" else hidden // heads)
-    if heads % kv_heads:
-        raise ModelConfigError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    if head_dim % 2:
-        raise ModelConfigError(f"head_dim {head_dim} is odd, so it cannot be rotated")
-    vocabulary = _positive(config, "vocab_size")
-    attention_bias = bool(config.get("attention_bias", False)) and architecture not in _WITHOUT_ATTENTION_BIAS
-    return ModelConfig(
-        architecture=architecture,
-        vocabulary=vocabulary,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate=_positive(config, "intermediate_size"),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
-        context_tokens=_positive(config, "max_position_embeddings"),
-        windows=_windows(config, architecture, layers),
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        output_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and architecture == "LlamaForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        tied_head=bool(config.get("tie_word_embeddings", False)),
-        stop_ids=_stop_ids(stop, vocabulary),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
-        vectors=config["architectures"][0] in HEADLESS,
-    )
+    entries = text_entries(config) | {"architectures": [architecture]}
+    parsed = FAMILIES[architecture].config(entries)
+    stop = entries.get("eos_token_id") if stop is None else stop
+    return replace(
+        parsed, stop_ids=_stop_ids(stop, parsed.vocabulary), vectors=config["architectures"][0] in HEADLESS,
+        fp8=fp8_scales(entries, architecture),
+    )  # fmt: skip
+
+
+def text_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries with those of text_config, where a model of several modalities has its decoder's."""
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, Mapping):
+        raise ModelConfigError(f"text_config must be an object, not {nested!r}")
+    return {**config, **{name: value for name, value in nested.items() if value is not None}}
 
 
 def is_encoder(folder: Path) -> bool:
@@ -177,6 +126,8 @@ def read_encoder_config(folder: Path) -> EncoderConfig:
 def parse_encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
     """Raises ModelConfigError for what this engine does not run, and says what would do."""
     architecture = _architecture(config, ENCODER_ARCHITECTURES)
+    if config.get("quantization_config"):
+        raise ModelConfigError("quantization_config is set: encoders are served in bf16, f16 and f32")
     roberta, scores = "Roberta" in architecture, architecture in _SCORING
     for entry, served in (("position_embedding_type", "absolute"), ("is_decoder", False)):
         if config.get(entry, served) != served:
@@ -187,27 +138,27 @@ def parse_encoder_config(config: Mapping[str, Any]) -> EncoderConfig:
     labels = len(config["id2label"]) if config.get("id2label") else int(config.get("num_labels") or 2)
     if scores and labels != 1:
         raise ModelConfigError(f"the model has {labels} labels; a model that scores pairs of texts has one")
-    hidden, heads = _positive(config, "hidden_size"), _positive(config, "num_attention_heads")
+    hidden, heads = positive_int(config, "hidden_size"), positive_int(config, "num_attention_heads")
     if hidden % heads:
         raise ModelConfigError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     padding = config.get("pad_token_id", 1)
     if roberta and (type(padding) is not int or padding < 0):
         raise ModelConfigError(f"pad_token_id must be a token id, not {padding!r}")
     first_position = padding + 1 if roberta else 0
-    positions = _positive(config, "max_position_embeddings")
+    positions = positive_int(config, "max_position_embeddings")
     if positions <= first_position:
         raise ModelConfigError(f"max_position_embeddings {positions} leaves no place behind pad_token_id")
     return EncoderConfig(
         roberta=roberta,
-        vocabulary=_positive(config, "vocab_size"),
+        vocabulary=positive_int(config, "vocab_size"),
         hidden=hidden,
-        layers=_positive(config, "num_hidden_layers"),
+        layers=positive_int(config, "num_hidden_layers"),
         heads=heads,
-        intermediate=_positive(config, "intermediate_size"),
+        intermediate=positive_int(config, "intermediate_size"),
         norm_epsilon=float(config.get("layer_norm_eps", 1e-12)),
         first_position=first_position,
         positions=positions,
-        types=_positive(config, "type_vocab_size", 2),
+        types=positive_int(config, "type_vocab_size", 2),
         activation=activation,
         scores=scores,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
@@ -219,65 +170,12 @@ def _architecture(config: Mapping[str, Any], runnable: tuple[str, ...]) -> str:
     named = [HEADLESS.get(name, name) for name in config.get("architectures") or []]
     if len(named) != 1 or named[0] not in runnable:
         raise ModelConfigError(f"architectures {named!r} is not supported; one of {', '.join(runnable)} is")
-    if config.get("quantization_config"):
-        raise ModelConfigError(
-            "quantization_config is set: quantised checkpoints are not supported, bf16, f16 and f32 are"
-        )
     return str(named[0])
-
-
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: rope_theta with rope_scaling, and the newer rope_parameters that holds all of it."""
-    entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = str(entry.get("rope_type", entry.get("type", "default")))
-    if kind not in ROPE_KINDS:
-        raise ModelConfigError(f"rope scaling {kind!r} is not supported; {', '.join(ROPE_KINDS)} are")
-    partial = entry.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise ModelConfigError(f"partial_rotary_factor {partial} is not supported; 1.0 is")
-    theta = float(entry.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    try:
-        if kind == "default":
-            return RopeConfig(theta)
-        if kind == "linear":
-            return RopeConfig(theta, kind, float(entry["factor"]))
-        low, high = float(entry["low_freq_factor"]), float(entry["high_freq_factor"])
-        original = int(entry["original_max_position_embeddings"])
-        return RopeConfig(theta, kind, float(entry["factor"]), low, high, original)
-    except KeyError as missing:
-        raise ModelConfigError(f"rope scaling {kind!r} lacks {missing}") from None
-
-
-def _windows(config: Mapping[str, Any], architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Mistral windows every layer; Qwen those that layer_types names, or from max_window_layers on; Llama none."""
-    if architecture == "LlamaForCausalLM" or config.get("sliding_window") is None:
-        return (None,) * layers
-    window = _positive(config, "sliding_window")
-    if architecture == "MistralForCausalLM":
-        return (window,) * layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * layers
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = int(config.get("max_window_layers", 28))
-        return tuple(window if layer >= first else None for layer in range(layers))
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
-        raise ModelConfigError(f"layer_types must name full_attention or sliding_attention for each of {layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _stop_ids(stop: int | list[int] | None, vocabulary: int) -> tuple[int, ...]:
     listed = [] if stop is None else [stop] if isinstance(stop, int) else stop
     return tuple(token for token in listed if isinstance(token, int) and 0 <= token < vocabulary)
-
-
-def _positive(config: Mapping[str, Any], entry: str, default: int | None = None) -> int:
-    """Raises ModelConfigError where the entry is anything else, or missing without a default."""
-    value = config.get(entry)
-    value = default if value is None else value
-    if type(value) is not int or value <= 0:
-        raise ModelConfigError(f"{entry} must be a positive integer, not {value!r}")
-    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:

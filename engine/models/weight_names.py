@@ -1,61 +1,60 @@
 """Checkpoint name → parameter. It reads no files.
 
-Decoders (Llama, Mistral, Qwen2, Qwen3) share one naming, to which a config's switches add. Encoders (BERT, RoBERTa,
-XLM-RoBERTa) share another below a prefix of their own, which some checkpoints leave out.
+Decoders share one naming of what is around their layers, below a prefix; what is in a layer is its family's business.
+Encoders (BERT, RoBERTa, XLM-RoBERTa) share another below a prefix of their own, which some checkpoints leave out.
 """
 
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from typing import Final
 
-from engine.models.config import EncoderConfig, ModelConfig, ModelConfigError
+from engine.models.config import EncoderConfig
+from engine.models.decoder_config import ModelConfig, ModelConfigError
+from engine.models.families import FAMILIES
+from engine.models.parameter_entries import ParameterEntry, TensorSource, entry, linear_entries
+from engine.models.quantization import is_unused_scale, packed_entries
+
+__all__ = ["ParameterEntry", "TensorSource"]
 
 _PREFIX: Final = "model."
+# In the order in which they are looked for; without any where a decoder was stored without its head.
+_NESTED_PREFIX: Final = "language_model.model."
+_DECODER_PREFIXES: Final = ("", _PREFIX, "model.language_model.", _NESTED_PREFIX)
+_SEEING: Final = ("vision_tower.", "vision_model.", "multi_modal_projector.")
 _ENCODER_PREFIXES: Final = ("", "bert.", "roberta.")
 _ENCODER_HEADS: Final = ("cls.", "lm_head.")  # of what they were trained with
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSource:
-    """One tensor of the checkpoint and the shape it must have."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterEntry:
-    """One parameter: its sources stacked along their first dimension in this order."""
-
-    parameter: str
-    sources: tuple[TensorSource, ...]
-
-
 def decoder_entries(config: ModelConfig, prefix: str = _PREFIX) -> list[ParameterEntry]:
     """Every parameter of the model, in the order in which the layers use them."""
-    hidden = config.hidden
-    table = [_entry("embedding", (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
+    hidden, family = config.hidden, FAMILIES[config.architecture]
+    table = [entry("embedding", (f"{prefix}embed_tokens.weight", (config.vocabulary, hidden)))]
     for layer in range(config.layers):
-        table += _decoder_layer(config, f"{prefix}layers.{layer}.", f"layers.{layer}.")
-    table.append(_entry("norm", (f"{prefix}norm.weight", (hidden,))))
+        table += family.layer(config, layer, f"{prefix}layers.{layer}.", f"layers.{layer}.")
+    table.append(entry("norm", (f"{prefix}norm.weight", (hidden,)), offset=family.norm_offset))
     if not (config.tied_head or config.vectors):
-        table.append(_entry("head.weight", ("lm_head.weight", (config.vocabulary, hidden))))
+        # Beside what a model of several modalities has of its decoder lies the head; where that has its own, within it.
+        nested = prefix.removesuffix(_PREFIX) if prefix == _NESTED_PREFIX else ""
+        table.append(entry("head.weight", (f"{nested}lm_head.weight", (config.vocabulary, hidden))))
     return table
 
 
 def is_unused_tensor(config: ModelConfig, name: str) -> bool:
     """Tensors that checkpoints carry and this model computes itself or needs not: rotary tables, the copy of a tied
-    head, and the head of one that gives vectors."""
-    return name.endswith("rotary_emb.inv_freq") or ((config.tied_head or config.vectors) and name == "lm_head.weight")
+    head, the head of one that gives vectors, and what sees."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    if config.architecture.endswith("ForConditionalGeneration") and name.removeprefix(_PREFIX).startswith(_SEEING):
+        return True
+    return (config.tied_head or config.vectors) and name.removeprefix("language_model.") == "lm_head.weight"
 
 
 def encoder_entries(config: EncoderConfig, prefix: str) -> list[ParameterEntry]:
     """Every parameter. A norm's weight and bias are one tensor, one behind the other."""
     hidden, tables = config.hidden, prefix + "embeddings."
     entries = [
-        _entry("words", (f"{tables}word_embeddings.weight", (config.vocabulary, hidden))),
-        _entry("positions", (f"{tables}position_embeddings.weight", (config.positions, hidden))),
-        _entry("types", (f"{tables}token_type_embeddings.weight", (config.types, hidden))),
+        entry("words", (f"{tables}word_embeddings.weight", (config.vocabulary, hidden))),
+        entry("positions", (f"{tables}position_embeddings.weight", (config.positions, hidden))),
+        entry("types", (f"{tables}token_type_embeddings.weight", (config.types, hidden))),
         _norm("norm", f"{tables}LayerNorm", hidden),
     ]
     for layer in range(config.layers):
@@ -64,8 +63,8 @@ def encoder_entries(config: EncoderConfig, prefix: str) -> list[ParameterEntry]:
         dense, out = f"{prefix}pooler.dense", "classifier"
         if config.roberta:
             dense, out = "classifier.dense", "classifier.out_proj"
-        entries += _linear("pooler", [(dense, hidden)], hidden)
-        entries += _linear("score", [(out, 1)], hidden)
+        entries += linear_entries("pooler", [(dense, hidden)], hidden)
+        entries += linear_entries("score", [(out, 1)], hidden)
     return entries
 
 
@@ -77,8 +76,12 @@ def required_tensors(
     if isinstance(config, EncoderConfig):
         prefix = _encoder_prefix(stored)
         return encoder_entries(config, prefix), lambda name: _is_unused_encoder_tensor(config, prefix, name)
-    prefix = "" if "embed_tokens.weight" in stored else _PREFIX  # where it was stored without its head
-    return decoder_entries(config, prefix), lambda name: is_unused_tensor(config, name)
+    prefix = next((prefix for prefix in _DECODER_PREFIXES if f"{prefix}embed_tokens.weight" in stored), _PREFIX)
+    table = decoder_entries(config, prefix)
+    if config.fp8 is None:
+        return table, lambda name: is_unused_tensor(config, name)
+    packed = packed_entries(table, stored, config.fp8)
+    return packed, lambda name: is_unused_tensor(config, name) or is_unused_scale(name)
 
 
 def _encoder_prefix(names: Container[str]) -> str:
@@ -97,47 +100,18 @@ def _is_unused_encoder_tensor(config: EncoderConfig, prefix: str, name: str) -> 
     return name.endswith("embeddings.position_ids") or unused_pooler or name.startswith(_ENCODER_HEADS)
 
 
-def _decoder_layer(config: ModelConfig, source: str, prefix: str) -> list[ParameterEntry]:
-    hidden, inner, head = config.hidden, config.intermediate, config.head_dim
-    q, kv = config.heads * head, config.kv_heads * head
-    attention = [(f"{source}self_attn.{part}_proj", width) for part, width in (("q", q), ("k", kv), ("v", kv))]
-    gated = [(f"{source}mlp.{part}_proj", inner) for part in ("gate", "up")]
-    head_norms = ("q_norm", "k_norm") if config.qk_norm else ()
-    return [
-        _entry(f"{prefix}attention_norm", (f"{source}input_layernorm.weight", (hidden,))),
-        *_linear(f"{prefix}qkv", attention, hidden, config.qkv_bias),
-        *(_entry(f"{prefix}{norm}", (f"{source}self_attn.{norm}.weight", (head,))) for norm in head_norms),
-        *_linear(f"{prefix}output", [(f"{source}self_attn.o_proj", hidden)], q, config.output_bias),
-        _entry(f"{prefix}mlp_norm", (f"{source}post_attention_layernorm.weight", (hidden,))),
-        *_linear(f"{prefix}gate_up", gated, hidden, config.mlp_bias),
-        *_linear(f"{prefix}down", [(f"{source}mlp.down_proj", hidden)], inner, config.mlp_bias),
-    ]
-
-
 def _encoder_layer(config: EncoderConfig, source: str, prefix: str) -> list[ParameterEntry]:
     hidden, inner = config.hidden, config.intermediate
     heads = [(f"{source}attention.self.{part}", hidden) for part in ("query", "key", "value")]
     return [
-        *_linear(f"{prefix}qkv", heads, hidden),
-        *_linear(f"{prefix}output", [(f"{source}attention.output.dense", hidden)], hidden),
+        *linear_entries(f"{prefix}qkv", heads, hidden),
+        *linear_entries(f"{prefix}output", [(f"{source}attention.output.dense", hidden)], hidden),
         _norm(f"{prefix}attention_norm", f"{source}attention.output.LayerNorm", hidden),
-        *_linear(f"{prefix}up", [(f"{source}intermediate.dense", inner)], hidden),
-        *_linear(f"{prefix}down", [(f"{source}output.dense", hidden)], inner),
+        *linear_entries(f"{prefix}up", [(f"{source}intermediate.dense", inner)], hidden),
+        *linear_entries(f"{prefix}down", [(f"{source}output.dense", hidden)], inner),
         _norm(f"{prefix}norm", f"{source}output.LayerNorm", hidden),
     ]
 
 
-def _entry(parameter: str, *sources: tuple[str, tuple[int, ...]]) -> ParameterEntry:
-    return ParameterEntry(parameter, tuple(TensorSource(name, shape) for name, shape in sources))
-
-
 def _norm(parameter: str, name: str, width: int) -> ParameterEntry:
-    return _entry(parameter, (f"{name}.weight", (width,)), (f"{name}.bias", (width,)))
-
-
-def _linear(parameter: str, parts: list[tuple[str, int]], inputs: int, bias: bool = True) -> list[ParameterEntry]:
-    """A weight [outputs, inputs] stacked from (name, outputs) and, where the model has one, its bias."""
-    weight = _entry(f"{parameter}.weight", *((f"{name}.weight", (outputs, inputs)) for name, outputs in parts))
-    if not bias:
-        return [weight]
-    return [weight, _entry(f"{parameter}.bias", *((f"{name}.bias", (outputs,)) for name, outputs in parts))]
+    return entry(parameter, (f"{name}.weight", (width,)), (f"{name}.bias", (width,)))

@@ -8,7 +8,9 @@ The reconciler carries the placements out; the next snapshot shows how that went
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from engine.placement.capacity import (
@@ -16,9 +18,10 @@ from engine.placement.capacity import (
     PlacementCapacity,
     apply_eviction,
     begin_arrival,
-    candidate_devices,
+    candidate_tuples,
     max_capacity_bytes,
     plan_eviction,
+    roomiest,
 )
 from engine.placement.snapshot import MoveAllowance, Placement, PlacementDecision, PlacementSnapshot, ReplicaSnapshot
 from engine.protocol.types import Residency
@@ -52,6 +55,9 @@ def decide_placement(snapshot: PlacementSnapshot, allowance: MoveAllowance) -> P
     Calm     While nothing waits, what is on DISK is started, one at a time on each device, the most wanted first: to
              stay, where another could start beside it, else to sleep; none goes to DISK for it. Where there is no
              such, and a device had no moves for a while, those that sleep fill its free room.
+    Ranks    A model of several ranks comes to all of its devices at once or to none: it holds no room on one while it
+             waits for another, and those behind it in the order leave alone what it waits for on any. So no two wait
+             for each other.
     Bounds   In any minute at most MOVES_PER_MINUTE moves of a device's replicas to or from it or to make room there,
              and RESIZES_PER_MINUTE of KV alone. Where n models that sleep contend for k places on a device, each waits
              at most its wake_s, 8 s where weights differ, and ⌈n ÷ k⌉ times what the moves of one take and the
@@ -70,10 +76,16 @@ def decide_placement(snapshot: PlacementSnapshot, allowance: MoveAllowance) -> P
 
 def unplaceable_reason(snapshot: PlacementSnapshot, replica: ReplicaSnapshot) -> str:
     """Why this replica can never be on a device, in words for callers; empty where it can."""
-    largest = max((max_capacity_bytes(snapshot, replica, device) for device in range(len(snapshot.devices))), default=0)
+    count, devices = replica.device_count, range(len(snapshot.devices))
+    if count > len(devices):
+        return f"{replica.model} needs {count} GPUs, and there are {len(devices)}: set gpus to fewer, or show it more"
+    largest = roomiest([max_capacity_bytes(snapshot, replica, device) for device in devices], count)
     if replica.min_bytes <= largest:
         return ""
-    beside = " beside what is pinned there" if largest < max(snapshot.devices, default=0) else ""
+    beside = " beside what is pinned there" if largest < roomiest(snapshot.devices, count) else ""
+    if count > 1:
+        needs = f"{replica.model} needs {replica.min_bytes:,} bytes of each of {count} devices"
+        return f"{needs}, and so many have no more than {largest:,} each for it{beside}"
     needs = f"{replica.model} needs {replica.min_bytes:,} bytes of a device"
     return f"{needs}, and none has more than {largest:,} for it{beside}"
 
@@ -89,10 +101,11 @@ def estimate_ready_ms(snapshot: PlacementSnapshot, replica: ReplicaSnapshot) -> 
     if replica.toward is not Residency.DEVICE:
         capacity = PlacementCapacity(snapshot, MoveAllowance())
         seconds += replica.times.sleep_s if replica.toward is not replica.residency else 0.0
-        devices = candidate_devices(capacity, replica)
-        if not devices:  # another one starts on each
+        tuples = candidate_tuples(capacity, replica)
+        if not tuples:  # others start on too many
             return math.ceil(1000 * (seconds + replica.times.start_s))
-        seconds += min(_room_s(capacity, replica, device) for device in devices)
+        room_s = {device: _room_s(capacity, replica, device) for device in {*chain(*tuples)}}
+        seconds += min(max(room_s[device] for device in devices) for devices in tuples)
     return max(1, math.ceil(1000 * seconds))
 
 
@@ -155,40 +168,46 @@ def _arrival_order(replica: ReplicaSnapshot) -> float:
 
 def _bring_to_device(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> None:
     """Lets it begin where there is room; else makes room, or keeps the next that comes free for it."""
-    name, own = replica.name, replica.device
+    name, own = replica.name, replica.devices
     if replica.residency is Residency.DISK and replica.toward is Residency.MEMORY:
         if capacity.allows_moves(own, 1):
             reason = "asked for as it starts"
             capacity.place(Placement(name, Residency.DEVICE, own, replica.granted_bytes, reason=reason))
         return
-    largest = max_capacity_bytes(capacity.snapshot, replica, own)
-    if replica.residency is Residency.MEMORY and largest < replica.min_bytes:
-        if capacity.allows_moves(own, 1):
-            capacity.place(Placement(name, Residency.DISK, own, reason="it fits another device alone"))
+    if replica.residency is Residency.MEMORY:
+        largest = min(max_capacity_bytes(capacity.snapshot, replica, device) for device in own)
+        if largest < replica.min_bytes:
+            if capacity.allows_moves(own, 1):
+                capacity.place(Placement(name, Residency.DISK, own, reason="it fits another device alone"))
+            return
+    tuples = candidate_tuples(capacity, replica)
+    if not tuples:
+        capacity.keep_from_starts(replica)
         return
-    devices = candidate_devices(capacity, replica)
-    if not devices:
-        return
-    device = max(devices, key=lambda device: capacity.free_bytes[device])
-    if capacity.free_bytes[device] >= replica.lacking_bytes and _may_begin(capacity, replica, device):
-        begin_arrival(capacity, replica, device, Residency.DEVICE, "asked for")
-        return
-    device = max(devices, key=lambda device: capacity.free_bytes[device] + capacity.incoming_bytes[device])
-    if capacity.free_bytes[device] + capacity.incoming_bytes[device] < replica.lacking_bytes:
+    devices = max(tuples, key=capacity.free_on)
+    if capacity.free_on(devices) >= replica.lacking_bytes:
+        if _may_begin(capacity, replica, devices):
+            begin_arrival(capacity, replica, devices, Residency.DEVICE, "asked for")
+            return
+        if replica.residency is Residency.MEMORY:
+            capacity.keep_from_wakes(devices)
+    devices = max(tuples, key=capacity.free_soon_on)
+    if capacity.free_soon_on(devices) < replica.lacking_bytes:
         preempt = _may_preempt(capacity, replica)
-        plans = [(plan.cost, other, plan) for other in devices
+        plans = [(plan.cost, other, plan) for other in tuples
                  if (plan := plan_eviction(capacity, replica, other, preempt, 0.0))]  # fmt: skip
         if plans:
-            _, device, plan = min(plans, key=lambda candidate: candidate[:2])
-            apply_eviction(capacity, replica, device, plan)
-    capacity.free_bytes[device] -= replica.lacking_bytes
+            _, devices, plan = min(plans, key=lambda candidate: candidate[:2])
+            apply_eviction(capacity, replica, plan)
+    capacity.claim(devices, replica.lacking_bytes)
 
 
-def _may_begin(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) -> bool:
+def _may_begin(capacity: PlacementCapacity, replica: ReplicaSnapshot, devices: tuple[int, ...]) -> bool:
     """Whether a start or wake may begin. Copies to a device share its link: two at once would both end when the second
     of two in turn does. The next wake is ordered while the last one's last layers are copied."""
     wakes = replica.residency is Residency.MEMORY
-    return capacity.allows_moves(device, 1) and not (wakes and capacity.link_s[device] > HANDOVER_S)
+    busy = any(capacity.link_s[device] > HANDOVER_S for device in devices)
+    return capacity.allows_moves(devices, 1) and not (wakes and busy)
 
 
 def _may_preempt(capacity: PlacementCapacity, replica: ReplicaSnapshot) -> bool:
@@ -211,47 +230,49 @@ def _prefetch(capacity: PlacementCapacity) -> None:
     )
     on_disk = [replica for replica in by_value if replica.residency is Residency.DISK and replica.startable]
     for index, replica in enumerate(on_disk):
-        _prepare(capacity, replica, max((other.min_bytes for other in on_disk[index + 1 :]), default=0))
+        _prepare(capacity, replica, on_disk[index + 1 :])
     if on_disk:
         return
     for replica in by_value:
-        fits = replica.residency is Residency.MEMORY and capacity.free_bytes[replica.device] >= replica.lacking_bytes
-        if fits and _is_settled(capacity, replica.device) and _may_begin(capacity, replica, replica.device):
-            begin_arrival(capacity, replica, replica.device, Residency.DEVICE, "its room is free")
+        fits = replica.residency is Residency.MEMORY and capacity.free_on(replica.devices) >= replica.lacking_bytes
+        if fits and _is_settled(capacity, replica.devices) and _may_begin(capacity, replica, replica.devices):
+            begin_arrival(capacity, replica, replica.devices, Residency.DEVICE, "its room is free")
 
 
-def _is_settled(capacity: PlacementCapacity, device: int) -> bool:
+def _is_settled(capacity: PlacementCapacity, devices: tuple[int, ...]) -> bool:
     """Whether no replica came or left lately."""
-    here = [replica for replica in capacity.snapshot.replicas if replica.device == device]
+    here = [replica for replica in capacity.snapshot.replicas if not set(devices).isdisjoint(replica.devices)]
     since = [at for replica in here for at in (replica.placed_at, replica.evicted_at) if at is not None]
     return all(capacity.snapshot.now - at >= _CALM_S for at in since)
 
 
-def _prepare(capacity: PlacementCapacity, replica: ReplicaSnapshot, next_bytes: int) -> None:
-    """Starts a replica that nothing waits for: to sleep, where host memory has room for that and the next, of
-    `next_bytes`, would have none to start in; else to stay."""
-    devices = candidate_devices(capacity, replica)
-    if not devices:
+def _prepare(capacity: PlacementCapacity, replica: ReplicaSnapshot, later: list[ReplicaSnapshot]) -> None:
+    """Starts a replica that nothing waits for: to sleep, where host memory has room for that and one of those that come
+    `later` would have none to start in; else to stay."""
+    tuples = candidate_tuples(capacity, replica)
+    if not tuples:
         return
     room = [
-        free_bytes + sum(other.excess_bytes for other in capacity.at_rest(device, Residency.DEVICE))
+        free_bytes + sum(other.excess_bytes for other in capacity.at_rest(Residency.DEVICE, [device]))
         for device, free_bytes in enumerate(capacity.free_bytes)
     ]
-    device = max(devices, key=lambda device: room[device])
-    room[device] -= replica.min_bytes
+    devices = max(tuples, key=lambda devices: min(room[device] for device in devices))
+    for device in devices:
+        room[device] -= replica.min_bytes
     may_sleep = capacity.host_free_bytes >= replica.standby_bytes
-    stays = room[device] >= 0 and (max(room) >= next_bytes or not may_sleep)
+    others_fit = all(roomiest(room, other.device_count) >= other.min_bytes for other in later)
+    stays = min(room[device] for device in devices) >= 0 and (others_fit or not may_sleep)
     if not stays and not may_sleep:
         return
-    if capacity.free_bytes[device] < replica.lacking_bytes:
-        plan = plan_eviction(capacity, replica, device, False, _CALM_S)
+    if capacity.free_on(devices) < replica.lacking_bytes:
+        plan = plan_eviction(capacity, replica, devices, False, _CALM_S)
         # A replica that ended for this one would be prepared next, and then this one end for that.
         if plan is None or any(eviction.target is Residency.DISK for eviction in plan.evictions):
             return
-        if not capacity.incoming_bytes[device]:
-            apply_eviction(capacity, replica, device, plan)
-    elif capacity.allows_moves(device, 1):
-        begin_arrival(capacity, replica, device, Residency.DEVICE if stays else Residency.MEMORY, "prepared")
+        if not any(capacity.incoming_bytes[device] for device in devices):
+            apply_eviction(capacity, replica, plan)
+    elif capacity.allows_moves(devices, 1):
+        begin_arrival(capacity, replica, devices, Residency.DEVICE if stays else Residency.MEMORY, "prepared")
 
 
 # KV
@@ -260,53 +281,82 @@ def _prepare(capacity: PlacementCapacity, replica: ReplicaSnapshot, next_bytes: 
 def _grant(capacity: PlacementCapacity) -> None:
     """Shares what is still free among those that arrive, but for the room of one that may come after them."""
     placements = capacity.placements
-    for device, free_bytes in enumerate(capacity.free_bytes):
-        arrivals = [replica for replica in capacity.arrivals if placements[replica.name].device == device]
-        lacking = [
-            other.lacking_bytes
-            for other in capacity.snapshot.replicas
-            if other.toward is not Residency.DEVICE and other.name not in placements and other.device in (device, -1)
-        ]
-        free_bytes -= max([0, *(lacking_bytes for lacking_bytes in lacking if lacking_bytes <= free_bytes)])
-        for index, replica in enumerate(arrivals):
-            share = max(0, free_bytes) // (len(arrivals) - index)
-            more = min(share, max(0, replica.max_bytes - replica.min_bytes))
-            placements[replica.name] = replace(placements[replica.name], device_bytes=replica.min_bytes + more)
-            capacity.free_bytes[device] -= more
-            free_bytes -= more
+    arriving = Counter(device for replica in capacity.arrivals for device in placements[replica.name].devices)
+    spare_bytes = {device: _unreserved_bytes(capacity, device) for device in arriving}
+    for replica in capacity.arrivals:
+        devices = placements[replica.name].devices
+        share = min(max(0, spare_bytes[device]) // arriving[device] for device in devices)
+        more = min(share, max(0, replica.max_bytes - replica.min_bytes))
+        placements[replica.name] = replace(placements[replica.name], device_bytes=replica.min_bytes + more)
+        capacity.claim(devices, more)
+        for device in devices:
+            spare_bytes[device] -= more
+            arriving[device] -= 1
+
+
+def _unreserved_bytes(capacity: PlacementCapacity, device: int) -> int:
+    """What is free on a device, but for the room of the largest that may come there next."""
+    free_bytes = capacity.free_bytes[device]
+    lacking = [
+        other.lacking_bytes
+        for other in capacity.snapshot.replicas
+        if other.toward is not Residency.DEVICE and other.name not in capacity.placements
+        and (not other.devices or device in other.devices)
+    ]  # fmt: skip
+    return free_bytes - max([0, *(lacking_bytes for lacking_bytes in lacking if lacking_bytes <= free_bytes)])
 
 
 def _rebalance_kv(capacity: PlacementCapacity) -> None:
     """Grows the KV of those that are short of it, or fill it, and takes it from those that are not."""
-    for device, budget in enumerate(capacity.snapshot.devices):
-        quantum = max(1, budget // _QUANTA)
-        awake = [other for other in capacity.at_rest(device, Residency.DEVICE) if other.granted_bytes < other.max_bytes]
-        for replica in sorted(awake, key=lambda other: (not other.kv_short, other.granted_bytes - other.min_bytes)):
-            growth_bytes, free_bytes = replica.max_bytes - replica.granted_bytes, capacity.free_bytes[device]
-            if (replica.kv_short or replica.kv_used >= _FULL) and free_bytes >= min(quantum, growth_bytes):
-                more = min(growth_bytes, max(quantum, free_bytes // 2), free_bytes)
-                if capacity.allows_resize(device):
-                    capacity.free_bytes[device] -= more
-                    capacity.resize(replica, replica.granted_bytes + more, "its KV grows")
-            elif replica.kv_short and not capacity.incoming_bytes[device]:
-                _take_kv(capacity, replica, quantum)
+    awake = [other for other in capacity.at_rest(Residency.DEVICE) if other.granted_bytes < other.max_bytes]
+    for replica in sorted(awake, key=lambda other: (not other.kv_short, other.granted_bytes - other.min_bytes)):
+        if replica.name in capacity.placements:  # it gives up some for one that was looked at before
+            continue
+        quantum = max(1, min(capacity.snapshot.devices[device] for device in replica.devices) // _QUANTA)
+        growth_bytes, free_bytes = replica.max_bytes - replica.granted_bytes, capacity.free_on(replica.devices)
+        if (replica.kv_short or replica.kv_used >= _FULL) and free_bytes >= min(quantum, growth_bytes):
+            more = min(growth_bytes, max(quantum, free_bytes // 2), free_bytes)
+            if capacity.allows_resize(replica.devices):
+                capacity.claim(replica.devices, more)
+                capacity.resize(replica, replica.granted_bytes + more, "its KV grows")
+        elif replica.kv_short:
+            _take_kv(capacity, replica, quantum)
 
 
 def _take_kv(capacity: PlacementCapacity, replica: ReplicaSnapshot, quantum: int) -> None:
-    """Takes KV for a replica from the one that has the most more than it: what is above its need, or half of the
-    difference where that one is short too. The replica grows by that when it is free."""
+    """Takes KV for a replica, on each of its devices that lacks some, from the one there that has the most more than
+    it: what is above its need, or half of the difference where that one is short too. The replica grows by that when it
+    is free."""
+    donors: dict[str, tuple[ReplicaSnapshot, int]] = {}
+    for device in replica.devices:
+        if capacity.free_bytes[device] >= quantum:
+            continue
+        donor, spare_bytes = _kv_donor(capacity, replica, device)
+        if donor is None or capacity.incoming_bytes[device]:
+            return
+        donors[donor.name] = (donor, spare_bytes)
+    if not donors:
+        return
+    taken = min(replica.max_bytes - replica.granted_bytes, *(spare_bytes for _, spare_bytes in donors.values()))
+    others = [donor for donor, _ in donors.values()]
+    resizes = Counter(device for donor in others for device in donor.devices)
+    if taken >= quantum and all(capacity.allows_resize([device], count) for device, count in resizes.items()):
+        for donor in others:
+            capacity.expect(donor.devices, taken)
+            capacity.resize(donor, donor.held_bytes - taken, f"{replica.model} is short of KV")
+
+
+def _kv_donor(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) -> tuple[ReplicaSnapshot | None, int]:
+    """The replica of the device that could give another one the most KV, and how much."""
     own_kv_bytes = replica.granted_bytes - replica.min_bytes
     donor, max_spare_bytes = None, 0
-    for other in capacity.at_rest(replica.device, Residency.DEVICE):
+    for other in capacity.at_rest(Residency.DEVICE, [device]):
         spare_bytes = other.excess_bytes
         if other.kv_short:
             spare_bytes = min(spare_bytes, (other.granted_bytes - other.min_bytes - own_kv_bytes) // 2)
         if other.name != replica.name and spare_bytes > max_spare_bytes:
             donor, max_spare_bytes = other, spare_bytes
-    taken = min(max_spare_bytes, replica.max_bytes - replica.granted_bytes)
-    if donor is not None and taken >= quantum and capacity.allows_resize(replica.device):
-        capacity.incoming_bytes[replica.device] += taken
-        capacity.resize(donor, donor.held_bytes - taken, f"{replica.model} is short of KV")
+    return donor, max_spare_bytes
 
 
 # Waiting
@@ -319,13 +369,13 @@ def _room_s(capacity: PlacementCapacity, replica: ReplicaSnapshot, device: int) 
         for other in _arrivals(capacity)
         if other.name != replica.name
         and _arrival_order(other) <= _arrival_order(replica)
-        and device in candidate_devices(capacity, other)
+        and any(device in devices for devices in candidate_tuples(capacity, other))
     ]
     ahead_s = capacity.link_s[device] + sum(other.times.sleep_s + other.times.wake_s for other in before)
     short_bytes = sum(other.lacking_bytes for other in [replica, *before]) - capacity.free_bytes[device]
     if short_bytes <= 0:
         return ahead_s
-    awake = capacity.at_rest(device, Residency.DEVICE)
+    awake = capacity.at_rest(Residency.DEVICE, [device])
     short_bytes -= capacity.incoming_bytes[device] + sum(other.excess_bytes for other in awake)
     until = [0.0]
     stays = ((_stays_s(capacity, replica, other), other) for other in awake)

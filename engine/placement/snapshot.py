@@ -29,15 +29,16 @@ class TransitionTimes:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """One replica and its model's demand. Times are on the clock of PlacementSnapshot.now; `None`: never.
+    """One replica and its model's demand. Times are on the clock of PlacementSnapshot.now; `None`: never. A model of
+    several ranks is on as many devices at once, and its bytes of a device are those of each of them.
 
-    A start from DISK shows as `residency` DISK until it serves, with `device` and `granted_bytes` as its Placement had
+    A start from DISK shows as `residency` DISK until it serves, with `devices` and `granted_bytes` as its Placement had
     them.
     """
 
     name: str  # of the replica, unique
     model: str
-    device: int  # index of its device; where it is on DISK, where it was, or −1
+    devices: tuple[int, ...]  # indices of its devices, ascending; where it is on DISK, where it was, or none
     residency: Residency
     toward: Residency  # where it is moving, else equal to `residency`
     preferences: PlacementPreferences
@@ -62,6 +63,7 @@ class ReplicaSnapshot:
     placed_at: float | None = None  # on the device, last
     evicted_at: float | None = None  # from the device, last: since then its requests wait for it to come back
     startable: bool = True  # False: quarantined, or backing off
+    device_count: int = 1  # it is on so many devices at once
 
     @property
     def is_at_rest(self) -> bool:
@@ -142,10 +144,10 @@ class PlacementSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a replica is to be; `device_bytes` is what it may hold on `device` when it is there.
+    """Where a replica is to be; `device_bytes` is what it may hold on each of `devices` when it is there.
 
     DISK → DEVICE        starts it.
-    DISK → MEMORY        starts it, and puts it to sleep when it serves; meanwhile `device_bytes` of `device` are its.
+    DISK → MEMORY        starts it, and puts it to sleep when it serves; meanwhile `device_bytes` of `devices` are its.
                          While it starts, a Placement on the DEVICE may follow: then it stays when it serves.
     MEMORY → DEVICE      wakes it.
     DEVICE → DEVICE      lets its KV grow or shrink.
@@ -155,7 +157,7 @@ class Placement:
 
     name: str
     residency: Residency
-    device: int = -1
+    devices: tuple[int, ...] = ()
     device_bytes: int = 0
     standby: bool = False  # of a start: it may have to sleep, so its weights are copied to host memory ahead
     reason: str = ""

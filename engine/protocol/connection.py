@@ -13,6 +13,7 @@ from engine.protocol.address import parse_address
 from engine.protocol.frames import Frame, FrameError, FrameReader, encode_frame
 
 _RECEIVE_BYTES: Final = 1 << 18
+_VANISHED_MS: Final = 3000  # a peer that acknowledges nothing for so long is gone
 
 
 class _PeerGone(Exception):
@@ -30,6 +31,7 @@ class PeerChannel:
         it leaves more than `max_unsent` unread. The selector's data is what to call when the peer is ready. `on_frame`
         may raise FrameError, which loses the peer."""
         peer.setblocking(False)
+        notice_vanished(peer)
         self.closed = False
         self._selector = selector
         self._socket = peer
@@ -120,6 +122,21 @@ class PeerChannel:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         if self._selector.get_key(self._socket).events != events:
             self._selector.modify(self._socket, events, self._on_ready)
+
+
+def notice_vanished(peer: socket.socket, idle_s: int = 1) -> None:
+    """Has the kernel end a connection over TCP whose peer's host answers nothing for some 3 s: what was sent, or what
+    the kernel itself asks once nothing came for idle_s. On systems that cannot, silence is noticed above alone."""
+    if peer.family == socket.AF_UNIX:
+        return
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (
+        *(("TCP_KEEPIDLE", idle_s), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 2)),
+        ("TCP_USER_TIMEOUT", _VANISHED_MS),
+    ):
+        if option := getattr(socket, name, 0):
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def listen(address: str) -> socket.socket:

@@ -5,23 +5,31 @@ and `tcp:` sockets. This module knows neither torch nor asyncio nor scheduling.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, get_args
 
 import msgspec
 
+from engine.protocol.cache_frames import HandOver, HandOverFailed, HeldPrefixes, RaiseEpochs, RouteKey
 from engine.protocol.types import (
     FinishReason,
+    GivenTokens,
     Grammar,
+    ImageInput,
     Pooling,
+    PrefillLoad,
+    RankLoad,
     RejectReason,
+    ReplicaRole,
     Residency,
     SamplingParams,
     SchedulingTerms,
     Scope,
 )
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
+# What the version before can read: frames have only gained fields at their ends, which it leaves out.
+PROTOCOL_OLDEST: Final = 2
 FRAME_BYTES_MAX: Final = 64 << 20
 _LENGTH: Final = struct.Struct(">I")
 _ADVICE: Final = "install the same hearth on both sides"
@@ -33,6 +41,13 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     `tokens` is packed u32 little-endian. `stop_ids` end a sequence and are still reported as its last token. Choice i
     samples with seed + i. `deadline_ms` is how long it may wait to start, once it is taken in; 0: for ever. `pooling`
     asks for the prompt's vector instead of a completion.
+
+    With `given` the request goes on that another replica began, and its tokens are those that it would have had there:
+    sequence id + k is choice given[k].choice, which has emitted these tokens and now emits the next ones; n of the
+    choices have not ended. Replicas that speak a protocol below 3 do not know it.
+
+    Where the prompt has `images`, its tokens are 2³¹ and above, which replicas that know no images refuse. It may be
+    served in its `regions` alone, where there are any: replicas elsewhere refuse, and whose Hello names none gets none.
     """
 
     id: int
@@ -47,6 +62,9 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
     deadline_ms: int = 0
     grammar: Grammar | None = None
     pooling: Pooling | None = None
+    given: list[GivenTokens] = []
+    images: list[ImageInput] = []
+    regions: list[str] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -56,7 +74,15 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """replica → anyone, first on every connection. `boot` names this start of this replica."""
+    """replica → anyone, first on every connection. `boot` names this start of this replica.
+
+    `protocol` is the oldest version that it speaks, and `newest_protocol` the newest: a peer of the version before
+    reads the first alone. `digest` differs where weights, tokenizer, chat template or KV layout do. `handover` is where
+    it takes in the KV of sequences that other replicas began; empty: nowhere. `raises_epochs`: it takes RaiseEpochs,
+    `names_prefixes`: and RouteKey. `image_tokens` are what an image becomes in a prompt, 0 where it takes none.
+    `region` is where its host is, by that host's certificate; empty: nowhere that has a name. `polled`: it takes
+    PollLoad.
+    """
 
     protocol: int
     model: str
@@ -67,6 +93,19 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     vocabulary: int
     block_tokens: int
     blocks: int
+    newest_protocol: int = 0
+    digest: str = ""
+    handover: str = ""
+    raises_epochs: bool = False
+    image_tokens: int = 0
+    names_prefixes: bool = False
+    region: str = ""
+    polled: bool = False
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it takes Submits with tokens `given`."""
+        return self.newest_protocol >= 3
 
 
 class SequenceStarted(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +126,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceFinished(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence ended. `message` says what to do about it when the reason is ERROR or GRAMMAR."""
+    """A sequence ended. `message` says what to do about it when the reason is ERROR or GRAMMAR. `completion_tokens` are
+    all that its choice emitted, those given among them."""
 
     id: int
     reason: FinishReason
@@ -131,11 +171,14 @@ class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """replica → anyone, twice a second and when a sequence starts or ends: how full it is.
+    """replica → anyone, twice a second and when a sequence starts or ends: how full it is. To whoever polls only where
+    that is news.
 
-    `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `shared_blocks` of the
-    cached ones are read by two sequences or more at this moment. `background` sequences run or wait beside the others,
-    which alone are counted in the first three. `blocks` are those of the pool that have memory now: it may change.
+    `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `background` sequences
+    run or wait beside the others, which alone are counted in the first three. `blocks` are those of the pool that have
+    memory now: it may change. Where layers of several kinds have pools of their own, these, the free and the cached
+    ones are of the fullest; `shared_blocks`, which two sequences or more read at this moment, are the prefix tree's.
+    `ranks` are those of a model that has several, rank 0 first; `prefill` is of one that takes in handovers.
     """
 
     running: int
@@ -149,6 +192,13 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     shared_blocks: int = 0
     background: int = 0
     blocks: int = 0
+    ranks: list[RankLoad] = []
+    prefill: PrefillLoad | None = None
+
+
+class PollLoad(msgspec.Struct, frozen=True, array_like=True, tag="poll"):
+    """gateway → replica: say your load now, and from now on only what is news to me. A replica that is quiet lives, as
+    long as its machine speaks; where that is silent, this asks. Only replicas whose Hello says so know it."""
 
 
 class SetPlacement(msgspec.Struct, frozen=True, array_like=True, tag="place"):
@@ -169,10 +219,12 @@ class PlacementStatus(msgspec.Struct, frozen=True, array_like=True, tag="placed"
     `problem` says why, and the rest where it is instead. The first answer to the first SetPlacement comes at once, and
     is the only one where that one asks for nothing.
 
+    Bytes of the device are those of each of its devices, where it has several ranks on GPUs.
+
     device_bytes    it holds now; asleep_bytes of them it holds in MEMORY too (what the driver keeps for a process).
     min_bytes       it needs on the device to serve: weights, workspace, KV of one context.
     max_bytes       it could use: the KV of all sequences that it may run.
-    memory_bytes    of host memory it holds: weights and kept KV; standby_bytes it holds in MEMORY at the most.
+    memory_bytes    of host memory it holds: weights, KV, room for handovers; standby_bytes in MEMORY at the most.
     kv_bytes        of device_bytes are KV; kept_bytes of memory_bytes are.
     weights_bytes   its weights take on the device.
     moved_bytes     the move copied, in `seconds`, from the order to its end.
@@ -207,6 +259,13 @@ class ModelDemand(msgspec.Struct, frozen=True, array_like=True, tag="wake"):
     patience_ms: int = 0
 
 
+class DrainMachine(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
+    """gateway → machine: an operator wants it to take nothing more, or, not `drained`, to take work again. It remembers
+    that over its own restarts. Machines that speak a protocol below 3 do not know it."""
+
+    drained: bool
+
+
 class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
     """One replica as its machine sees it. `boot` changes with every start; `problem` says why it is not serving,
     where it does not just rest.
@@ -215,9 +274,13 @@ class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
                    submit while it moves toward DEVICE: it begins as soon as it can.
     ready_ms       until it could serve, as far as the machine can tell, where its model were asked for now; 0 where it
                    serves, −1 where it cannot be: `problem` says why.
-    device         index of its device among the machine's, −1: none yet.
+    device         index of its first device among the machine's, −1: none yet.
     memory         where its bytes are, as it reported last.
     quarantined    it has died so often that it is not started for a while.
+    settings       what settings_digest says of its spec; empty from machines that do not tell.
+    leaving        its model was removed, or has other settings now: it is for calls that no other can serve, and ends
+                   once it has none.
+    devices        indices of all its devices: `memory` says what it holds of each; empty from older machines.
     """
 
     model: str
@@ -230,6 +293,10 @@ class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
     device: int = -1
     memory: PlacementStatus | None = None
     quarantined: bool = False
+    settings: str = ""
+    leaving: bool = False
+    devices: list[int] = []
+    role: ReplicaRole = ReplicaRole.BOTH
 
 
 class DeviceState(msgspec.Struct, frozen=True, array_like=True):
@@ -245,7 +312,10 @@ class DeviceState(msgspec.Struct, frozen=True, array_like=True):
 class MachineState(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
     """machine → gateway, on connection and on every change: all replicas of this machine, its devices, and its host
     memory: `memory_bytes` of `memory_budget_bytes` are held by what sleeps or may. `moves` counts by kind, `wake` and
-    `sleep`, `start`, `end`, `grow` and `shrink`, and those that failed with `_failed` behind."""
+    `sleep`, `start`, `end`, `grow` and `shrink`, and those that failed with `_failed` behind. `problem` says why
+    changed settings are not followed. From `protocol` 3 on it comes twice a second, changed or not: whoever hears
+    nothing knows that the host is gone. `draining`: it takes nothing more; its calls go on elsewhere. `region`: see
+    Hello."""
 
     machine: str
     replicas: list[ReplicaState]
@@ -253,18 +323,29 @@ class MachineState(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
     memory_bytes: int = 0
     memory_budget_bytes: int = 0
     moves: dict[str, int] = {}
+    problem: str = ""
+    protocol: int = PROTOCOL_OLDEST
+    draining: bool = False
+    region: str = ""
 
 
 Frame = (
     Submit
     | Cancel
+    | HandOver
+    | HandOverFailed
+    | RaiseEpochs
+    | RouteKey
+    | HeldPrefixes
     | Hello
     | StepOutputs
     | Reject
     | ReplicaLoad
+    | PollLoad
     | SetPlacement
     | PlacementStatus
     | ModelDemand
+    | DrainMachine
     | MachineState
 )
 
@@ -295,13 +376,21 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames. Feed it what the socket gave; it yields every whole frame."""
+    """Cuts a byte stream into frames. Feed it what the socket gave; it gives every whole frame."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
+        self._report: tuple[Frame, ...] = ()  # the last one that peers say again and again,
+        self._report_bytes = b""  # and its bytes: all others may be of prompts, and are not kept
 
-    def feed(self, received: bytes) -> Iterator[Frame]:
-        """Raises FrameError on a length over FRAME_BYTES_MAX, a body that is no frame, or one of another protocol."""
+    def feed(self, received: bytes) -> Iterable[Frame]:
+        """A report that is said again is the same object. Raises FrameError on a length over FRAME_BYTES_MAX, a body
+        that is no frame, or one of another protocol."""
+        if received == self._report_bytes and not self._pending:
+            return self._report
+        return self._cut(received)
+
+    def _cut(self, received: bytes) -> Iterator[Frame]:
         pending = self._pending
         pending += received
         start = 0
@@ -315,7 +404,10 @@ class FrameReader:
                     break
                 body = bytes(pending[start + _LENGTH.size : end])
                 start = end
-                yield _decode(body)
+                frame = _decode(body)
+                if isinstance(frame, ReplicaLoad | MachineState):
+                    self._report, self._report_bytes = (frame,), _LENGTH.pack(length) + body
+                yield frame
         finally:
             del pending[:start]
 
@@ -326,9 +418,14 @@ def _decode(body: bytes) -> Frame:
         frame: Frame = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FrameError(_foreign(body) or f"a body that is no frame: {error}") from error
-    if isinstance(frame, Hello) and frame.protocol != PROTOCOL_VERSION:
+    if isinstance(frame, Hello) and not _spoken(frame.protocol, frame.newest_protocol):
         raise FrameError(_mismatch(frame.protocol))
     return frame
+
+
+def _spoken(oldest: int, newest: int) -> bool:
+    """Whether a peer that speaks these versions can be talked to."""
+    return oldest <= PROTOCOL_VERSION and max(oldest, newest) >= PROTOCOL_OLDEST
 
 
 def _foreign(body: bytes) -> str:
@@ -339,11 +436,12 @@ def _foreign(body: bytes) -> str:
             return f"a {envelope.kind[:32]!r} frame, which protocol {PROTOCOL_VERSION} does not have: {_ADVICE}"
         if envelope.kind == "hello":
             version = msgspec.msgpack.decode(envelope.first, type=int)
-            return _mismatch(version) if version != PROTOCOL_VERSION else ""
+            return "" if _spoken(version, version) else _mismatch(version)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
     return ""
 
 
 def _mismatch(version: int) -> str:
-    return f"a Hello of protocol {version}, and this process speaks protocol {PROTOCOL_VERSION}: {_ADVICE}"
+    spoken = f"{PROTOCOL_OLDEST} to {PROTOCOL_VERSION}"
+    return f"a Hello of protocol {version}, and this process speaks protocol {spoken}: {_ADVICE}"

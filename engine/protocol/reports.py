@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 MEMORY_REPORT_SUFFIX: Final = ".memory.json"
+WEIGHT_FILES: Final = "*.safetensors"
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,13 +26,16 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int = 0  # what a step needs beside these
     graphs_bytes: int = 0
     free_bytes: int  # left to nobody
+    note: str = ""  # what people are to know: a setting that could not be followed, and what is done instead
+    folder: str = ""  # that was read,
+    weights: str = ""  # and a fingerprint of its WEIGHT_FILES as they were then; empty: it does not tell
 
 
 class InspectionReport(msgspec.Struct, frozen=True, kw_only=True):
     """A folder's weights as `python -m engine.weights.validate` reads them from headers alone."""
 
     numbers: int  # that a replica would load
-    coded_numbers: int = 0  # of these, in 12 bits each where a GPU has them in bfloat16
+    coded_numbers: int = 0  # of these, in 12 or 8 bits each where a GPU has the others in bfloat16
     coded_bytes: int = 0  # what these take there
 
 

@@ -1,5 +1,7 @@
 """Specifications that processes are started with: a model, a replica, a machine; JSON documents on a command line."""
 
+import hashlib
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -34,14 +36,71 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     resident_s: float = 0.2  # after a wake it stays at least so long, even where others wait and it has nothing to do
     wake_s: float = 0.5  # its requests wait so long at most while others run; then those are preempted to make room
     kept_kv_bytes: int = 1 << 30  # of host memory, for the KV of system prompts while it sleeps; 0: none is kept
+    host_kv_bytes: int = 0  # of host memory, for KV blocks that the device has no room for; 0: they are lost
+    disk_kv_bytes: int = 0  # of disk, for KV blocks that host memory has no room for; 0: they are lost
+    disk_kv_folder: str = ""  # where its files are; empty only where it has none
+    handover_bytes: int = 0  # of host memory, for KV that other replicas hand over; 0: none is, either way
+    prefill_replicas: int = 0  # so many of a machine's compute prompts for the others; −1: as many as load wants
+    gpus: int = 1  # the model is cut into so many ranks, each a process; on a CPU too. 0: as few as hold it
+    stages: int = 1  # its layers are shared out to so many stages that follow each other, each of `gpus` ranks
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
+    context_kv_bytes: int = 0  # about what the KV of one context takes; 0: not known
+    most_ranks: int = 1  # it divides into so many ranks, and into each number that divides that
+
+
+# Fields that the agent alone reads: they change while a replica runs.
+_AGENTS_OWN: Final = (
+    *("replicas", "weights_bytes", "pinned", "priority", "resident_s", "wake_s", "context_kv_bytes", "most_ranks"),
+    "prefill_replicas",
+)
+
+GPU_OVERHEAD_BYTES: Final = 4 << 30  # of a GPU beside the weights, before a process reports: workspace, graphs, some KV
+
+
+def estimated_rank_bytes(model: ModelSpec, ranks: int) -> int:
+    """Bytes of a GPU that each of so many ranks may need, as long as nothing has reported it."""
+    return model.weights_bytes * 9 // 8 // ranks + GPU_OVERHEAD_BYTES
+
+
+def ranks_on(model: ModelSpec, gpu_bytes: Sequence[int]) -> int:
+    """How many ranks a model has on GPUs of which models may have so many bytes each: as its spec says, or as few as
+    hold its weights and the KV of one context; the most that there can be where no number does."""
+    if model.gpus:
+        return model.gpus
+    rooms = sorted(gpu_bytes, reverse=True)
+    counts = [count for count in range(1, len(rooms) + 1) if model.most_ranks % count == 0] or [1]
+    for count in counts:
+        if estimated_rank_bytes(model, count) + model.context_kv_bytes // count <= (rooms[count - 1] if rooms else 0):
+            return count
+    return counts[-1]
+
+
+def settings_digest(model: ModelSpec) -> str:
+    """A short text that differs where a running replica of one spec cannot be one of the other."""
+    defaults = {name: getattr(_DEFAULTS, name) for name in _AGENTS_OWN}
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(model, **defaults))).hexdigest()[:12]
+
+
+_DEFAULTS: Final = ModelSpec(name="", folder="")
 
 
 class TelemetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where spans are sent: an OTLP endpoint over HTTP, and the service.name that replicas add `-replica` to."""
+    """Where spans are sent: an OTLP endpoint over HTTP in a region, and the service.name that replicas add `-replica`
+    to."""
 
     otlp_url: str
     service: str = "hearth"
+    region: str = ""
+
+
+class SpecSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a machine's spec comes from, which it follows while it runs: once one of these files changed, or what is in
+    these folders, the command prints the spec anew as its last line, or why there is none. `seen` is what
+    fingerprint of engine/process/files.py said of them before this spec was made."""
+
+    paths: list[str]
+    command: list[str]
+    seen: str = ""
 
 
 class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +116,11 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory_bytes: int | None = None  # of host memory, for models that sleep; None: a share of what is there
     threads: int | None = None  # CPU threads per replica; None: shared evenly
     telemetry: TelemetrySpec | None = None  # None: no traces
+    source: SpecSource | None = None  # None: its models stay as they are
+    request_s: float = 900.0  # no call lives longer: a replica that is to go has so long for those that it serves
+    porter: list[str] | None = None  # a program that lets gateways on other hosts in; None: they are all on this one
+    keeper: list[str] | None = None  # a program that fetches the models of this host's cluster; None: it is in none
+    region: str = ""  # where this host is, by its certificate; empty: nowhere that has a name
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,3 +135,4 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     standby: bool = False  # it will be sent to sleep: its weights are copied to host memory ahead
     threads: int | None = None
     telemetry: TelemetrySpec | None = None
+    region: str = ""  # of the machine

@@ -29,12 +29,68 @@ class ScopeKind(enum.IntEnum):
     PUBLIC = 3
 
 
+class ReplicaRole(enum.IntEnum):
+    """Which part of calls a replica is for, as its machine says; any can do both."""
+
+    BOTH = 0
+    PREFILL = 1  # it computes prompts for others, which go on; a whole call only where no other serves
+    DECODE = 2  # it answers; a prompt is computed elsewhere where that is sooner done
+
+
+class RankLoad(msgspec.Struct, frozen=True, array_like=True):
+    """One rank of a replica since its start: steps, for how long it waited for other ranks (0 on GPUs, where kernels
+    wait), and what it holds of its device."""
+
+    steps: int
+    waited_ms: int
+    device_bytes: int
+
+
+class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What computing a prompt takes at a replica, as its last steps taught: for whoever chooses where that is done.
+
+    prompts         that run or wait there; their pending_tokens are not computed yet, and see so many pending_keys.
+    decoding        sequences that generate, of which so many as are `leaving` are to go on elsewhere; unsent_tokens of
+                    what leaves are computed, and not on their way.
+    chunk_tokens    of prompts, that a step of theirs computes.
+    fixed_us        a step takes, whatever it computes; decode_us more for each sequence that generates, row_us for
+                    each token of a prompt and pair_us for each key that such a token sees. row_us is 0 where no prompt
+                    was computed yet.
+    token_bytes     of KV.
+    links           bytes a second that handovers took to replicas, by where those take them in.
+    """
+
+    prompts: int
+    pending_tokens: int
+    pending_keys: float
+    decoding: int
+    leaving: int
+    unsent_tokens: int
+    chunk_tokens: float
+    fixed_us: float
+    decode_us: float
+    row_us: float
+    pair_us: float
+    token_bytes: int = 0
+    links: dict[str, float] = {}
+
+
+class PrefixTier(enum.IntEnum):
+    """Where a replica has a prefix: on its device, or in the tiers below; NONE: nowhere any more."""
+
+    NONE = 0
+    DISK = 1
+    HOST = 2
+    DEVICE = 3
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token, or nothing more that its grammar allows
     LENGTH = "length"  # max_tokens or the end of the context
     CANCELLED = "cancelled"
     ERROR = "error"
     GRAMMAR = "grammar"  # it cannot be kept to its grammar, or that costs too much; the message says why
+    MOVED = "moved"  # not an end: it goes on at another replica, which has its KV now
 
 
 class RejectReason(enum.StrEnum):
@@ -42,6 +98,8 @@ class RejectReason(enum.StrEnum):
     BUSY = "busy"  # the waiting queue is full, or it would wait, or has waited, for longer than it may
     DRAINING = "draining"  # the replica is going away
     INVALID = "invalid"  # a frame that a correct gateway does not send
+    IMAGES = "images"  # this replica takes no images
+    REGION = "region"  # its host is in no region that the request may be served in
     GRAMMAR = "grammar"  # the grammar is wrong, asks for what is not supported, or is too large; the message says which
 
 
@@ -107,6 +165,28 @@ class SchedulingTerms(msgspec.Struct, frozen=True, array_like=True):
     background: bool = False
 
 
+class GivenTokens(msgspec.Struct, frozen=True, array_like=True):
+    """What choice `choice` of a request has emitted elsewhere, packed u32 little-endian. Where its KV was handed over,
+    `handover` is the key."""
+
+    choice: int
+    tokens: bytes
+    handover: bytes = b""
+
+
+class ImageInput(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt, which is token `first` and those behind it, as many as the model makes of one.
+
+    `pixels` are rows of red, green and blue, of 8 bits each, of the side that the model takes; `digest` is their
+    SHA-256.
+    """
+
+    first: int
+    digest: bytes
+    pixels: bytes
+
+
+KEY_BYTES: Final = 32  # of a handover: random, and nobody's but those of its two replicas and one gateway
 LOGPROBS_MAX: Final = 20  # alternatives that a row may ask for
 
 
@@ -116,6 +196,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off; penalties are off at 1, 0 and 0.
     `seed` is always set (the gateway draws one when the caller gave none), 0 ≤ seed < 2**63.
     `logprobs` is None (off) or how many alternatives to report beside the chosen token (0–20).
+    `min_tokens` are generated before a stop token may be; with `ignore_eos` none ends the text. Neither goes with a
+    grammar.
     """
 
     temperature: float = 0.0
@@ -128,3 +210,5 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False

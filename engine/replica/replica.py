@@ -5,7 +5,7 @@ It never waits for a peer: a connection that does not read is dropped, one that 
 ends takes its sequences with it. It knows nothing of kernels, shapes, tenants or HTTP, and logs no prompts.
 """
 
-import os
+import math
 import selectors
 import socket
 from collections.abc import Callable
@@ -13,18 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from engine.execution.step_loop import StepLoop
+import msgspec
+
 from engine.log import log
 from engine.memory import scrub
+from engine.process import allocator
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.protocol.cache_frames import HandOver, HeldPrefixes, RaiseEpochs, RouteKey
 from engine.protocol.connection import PeerChannel
 from engine.protocol.frames import (
-    PROTOCOL_VERSION,
     Cancel,
     Frame,
     FrameError,
-    Hello,
     PlacementStatus,
+    PollLoad,
     Reject,
     ReplicaLoad,
     SetPlacement,
@@ -32,18 +34,10 @@ from engine.protocol.frames import (
     encode_frame,
 )
 from engine.protocol.specs import ReplicaSpec
-from engine.protocol.types import Grammar, RejectReason, Residency, ScopeKind
-from engine.replica.open_scheduler import (
-    masked_sampler,
-    max_sequence_tokens,
-    open_scheduler,
-    open_validator,
-    public_prefixes,
-    publish_prefixes,
-)
-from engine.replica.sleep_wake import SleepController
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.validation import SubmitRejected
+from engine.protocol.types import PrefixTier, RejectReason, Residency
+from engine.replica.grammars import compile_grammar
+from engine.replica.served_model import open_served_model
+from engine.sequences.validation import SubmitRejected
 from engine.step.executor import LoadedModel
 from engine.structured_output.manager import StructuredOutputManager
 
@@ -52,6 +46,8 @@ if TYPE_CHECKING:
 
 _TICK_S: Final = 0.5
 _OVERWRITE_S: Final = 1.0  # at most so often
+# Kernels for each count of rows, half a megabyte each, come and go between what stays: the heap is left with holes.
+_TRIM_S: Final = 60.0
 _FAILURES_MAX: Final = 2  # in a row; then the process ends and its machine starts another
 _BELL_BYTES: Final = 4096
 
@@ -75,9 +71,8 @@ class Replica:
         listener: socket.socket, bounds: ReplicaLimits, orphaned: Callable[[], bool], clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """The caller closes the model."""
-        limits, paged = model.executor.limits, model.paged
-        prefixes = public_prefixes(model, spec.model)
-        tokens_max = max_sequence_tokens(model, sum(map(len, prefixes)))
+        served = open_served_model(model, spec, grammars, clock)
+        self._rank_loads = model.rank_loads
         self._executor = model.executor
         self._grammars = grammars
         self._heartbeat = heartbeat
@@ -85,34 +80,28 @@ class Replica:
         self._bounds = bounds
         self._orphaned = orphaned
         self._clock = clock
-        self._validator = open_validator(model, spec.model, tokens_max)
-        self._scheduler = open_scheduler(model, spec.model, clock)
-        self._loop = StepLoop(model.executor, self._scheduler, paged, masked_sampler(model, grammars.masks))
-        publish_prefixes(self._loop, self._scheduler, [self._validator.public_sequence(prefix) for prefix in prefixes])
-        self._sleep = SleepController(
-            model.sleeper, paged, self._scheduler, self._loop, spec.model.kept_kv_bytes, clock
-        )
+        self._validator = served.validator
+        self._scheduler = served.scheduler
+        self._images = served.images
+        self._loop = served.loop
+        self._sleep = served.sleep
+        self._files = None if model.tier is None else model.tier.files
+        self._handovers = served.handovers
         self._placing: set[int] = set()  # the connections that sent a SetPlacement
+        self._named: set[int] = set()  # those that sent a RouteKey
         self._placed: PlacementStatus | None = None  # to be reported to them
+        self._reports = served.reports
         self._sweeping = False
         self._resting = True  # the last turn found nothing to do, though something may wait for its grammar
-        self._hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            model=spec.model.name,
-            revision=model.revision,
-            boot=str(spec.boot),
-            pid=os.getpid(),
-            context_tokens=tokens_max,
-            vocabulary=limits.vocabulary,
-            block_tokens=paged.layout.block_tokens if paged is not None else 1,
-            blocks=limits.blocks,
-        )
+        self._hello = served.hello
+        self._region = spec.region
         self._tracer = _open_tracer(spec)
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, PeerChannel] = {}
         self._connected = 0
         self._tick_at = clock()
         self._overwrite_at = clock()
+        self._trim_at = clock() + _TRIM_S if model.report.device == "cpu" else math.inf
         self._drain_wanted = False
         self._drain_until: float | None = None
 
@@ -121,25 +110,25 @@ class Replica:
         self._drain_wanted = True
 
     def run(self) -> int:
-        bell = self._grammars.bell
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(bell, selectors.EVENT_READ, lambda: bell.recv(_BELL_BYTES))
+        for bell in [each.bell for each in (self._grammars, self._handovers, self._images) if each is not None]:
+            self._selector.register(bell, selectors.EVENT_READ, partial(bell.recv, _BELL_BYTES))
+        if self._files is not None:
+            self._selector.register(self._files, selectors.EVENT_READ, lambda: None)  # a sweep takes what is done
         try:
             while self._loop.failures < _FAILURES_MAX and not self._drained() and not self._orphaned():
                 self._poll()
                 self._step()
                 self._report()
-            failed = self._loop.failures >= _FAILURES_MAX
-            self._scheduler.intake.end_all(
-                f"the replica {'failed' if failed else 'is shutting down'}; send the request again"
-            )
-            self._report()
-            self._flush()
-            return int(failed)
+            self._leave()
+            return int(self._loop.failures >= _FAILURES_MAX)
         finally:
+            self._handovers.close()
             for connection in list(self._connections.values()):
                 connection.lose("the replica ends")
             self._selector.close()
+            if self._images is not None:
+                self._images.close()
             if self._tracer is not None:
                 self._heartbeat.enter(ReplicaPhase.STOPPING)
                 self._tracer.close()
@@ -167,6 +156,10 @@ class Replica:
         if not self._loop.idle:
             self._heartbeat.enter(ReplicaPhase.STEP)
             self._resting = not self._loop.turn()
+        for number, failed in self._handovers.departures.turn():
+            if number in self._connections:
+                self._connections[number].send(failed)
+        self._handovers.release_ended()
         self._sweeping = self._loop.sweep()
         now = self._clock()
         if now >= self._overwrite_at and self._scheduler.intake.waiting.take_secret_ended():
@@ -174,11 +167,12 @@ class Replica:
             scrub.overwrite_freed_objects()
 
     def _report(self) -> None:
-        """Sends each connection its outputs, rejects, and how a placement ended; and the load at such an end, when
-        sequences came or went, or when half a second is over."""
-        changed = False
+        """Sends each connection its outputs, rejects, and how a placement ended; and the load to whoever places it and
+        to those whose sequences came or went, and to all when half a second is over."""
+        changed = self._reports.take_polled()
         for owner, outputs in self._scheduler.intake.take_outputs().items():
-            changed = changed or bool(outputs.started or outputs.finished)
+            if outputs.started or outputs.finished:
+                changed |= {owner, *self._placing}
             if self._tracer is not None:
                 self._tracer.observe(owner, outputs)
             if owner in self._connections:
@@ -190,15 +184,24 @@ class Replica:
                 self._connections[sequence.owner].send(reject)
         placed, self._placed = self._placed, None
         if placed is not None:
-            changed = True
+            changed |= self._placing
             for number in list(self._placing):
                 self._connections[number].send(placed)
         now = self._clock()
-        if changed or now >= self._tick_at:
+        if now >= self._tick_at:
             self._tick_at = now + _TICK_S
+            self._handovers.sweep()
+            if now >= self._trim_at:
+                self._trim_at = now + _TRIM_S
+                allocator.trim_heap()
+            changed.update(self._connections)
+            if self._named and self._scheduler.kv is not None:
+                self._send_held(self._named, self._scheduler.kv.published.take_changed())
+        if changed:
             load = encode_frame(self._load())
-            for connection in list(self._connections.values()):
-                connection.send_encoded(load)
+            idle = self._scheduler.intake.idle
+            for number in self._reports.choose(changed.intersection(self._connections), load, idle=idle):
+                self._connections[number].send_encoded(load)
 
     def _drained(self) -> bool:
         """Whether the drain is over. What waits while the model sleeps ends at once: nothing is going to wake it."""
@@ -213,7 +216,7 @@ class Replica:
         try:
             peer, _ = self._listener.accept()
         except OSError as error:  # the peer has left already, or we are out of file descriptors
-            log("accept_failed", error=str(error))
+            log("accept_failed", level="warning", error=str(error))
             return
         if len(self._connections) >= self._bounds.connections:
             log("connection_refused", connections=len(self._connections))
@@ -231,10 +234,20 @@ class Replica:
         connection.send(self._load())
 
     def _on_frame(self, number: int, frame: Frame) -> None:
+        self._reports.hear(number)
         if isinstance(frame, Cancel):
             self._scheduler.intake.cancel(number, frame.ids)
         elif isinstance(frame, SetPlacement):
             self._place(number, frame)
+        elif isinstance(frame, HandOver):
+            self._handovers.departures.begin(number, frame)
+        elif isinstance(frame, RouteKey) and self._scheduler.kv is not None:
+            self._named.add(number)
+            self._send_held({number}, self._scheduler.kv.published.use_key(frame.key))
+        elif isinstance(frame, PollLoad):
+            self._reports.poll(number)
+        elif isinstance(frame, RaiseEpochs):
+            self._raise_epochs(dict(zip(frame.ids, frame.epochs, strict=False)))
         elif not isinstance(frame, Submit):
             raise FrameError(f"a {type(frame).__name__} is not for a replica")
         elif self._drain_wanted:
@@ -244,10 +257,14 @@ class Replica:
 
     def _submit(self, number: int, submit: Submit) -> None:
         try:
+            if submit.regions and self._region not in submit.regions:
+                where = ", ".join(submit.regions)
+                message = f"this host is in {self._region or 'no region'}, and the request is for {where} alone"
+                raise SubmitRejected(RejectReason.REGION, message)
             sequences = self._validator.sequences(submit, number, self._clock())
-            if submit.grammar is not None:
-                self._compile(submit.grammar, submit, sequences)
+            compile_grammar(self._grammars, submit, sequences)
             self._scheduler.intake.add(sequences)
+            self._handovers.claim(submit, sequences)
         except SubmitRejected as rejected:
             reject = Reject(submit.id, rejected.reason, rejected.message, rejected.retry_after_ms)
             self._connections[number].send(reject)
@@ -268,21 +285,37 @@ class Replica:
         if not self._drain_wanted:
             self._sleep.order(target)
 
-    def _compile(self, grammar: Grammar, submit: Submit, sequences: list[Sequence]) -> None:
-        """Compiles a grammar. It outlives only requests that share something and keep something."""
-        keep = submit.scope.kind != ScopeKind.REQUEST and not submit.terms.erase
-        compilation = self._grammars.compile(grammar, sequences[0].account, keep)
-        for sequence in sequences:
-            sequence.compilation = compilation
+    def _send_held(self, numbers: set[int], held: dict[bytes, PrefixTier]) -> None:
+        """Tells these connections where prefixes are."""
+        for number in numbers.intersection(self._connections) if held else ():
+            self._connections[number].send(HeldPrefixes(b"".join(held), bytes(held.values())))
+
+    def _raise_epochs(self, epochs: dict[bytes, int]) -> None:
+        """Wipes what may be found no more; the sweeps that follow erase it."""
+        kv = self._scheduler.kv
+        if kv is not None:
+            kv.tree.raise_epochs(epochs)
+        if kv is not None and kv.host is not None:
+            kv.host.raise_epochs(epochs)
+        self._handovers.raise_epochs(epochs)
 
     def _on_disconnect(self, number: int, reason: str) -> None:
         """Ends everything that runs for the connection."""
         del self._connections[number]
         self._placing.discard(number)
+        self._named.discard(number)
+        self._reports.drop(number)
         self._scheduler.intake.drop(number)
         if self._tracer is not None:
             self._tracer.dropped(number)
         log("disconnected", connection=number, reason=reason)
+
+    def _leave(self) -> None:
+        """Says to all that it goes. What still runs or waits is for gateways to take elsewhere: it does not end, its
+        connection does."""
+        self._drain_until = self._tick_at = self._clock()
+        self._report()
+        self._flush()
 
     def _flush(self) -> None:
         """Gives the peers a last moment to read what was sent; nobody new may come, and nothing new begins."""
@@ -294,7 +327,10 @@ class Replica:
                 key.data()
 
     def _load(self) -> ReplicaLoad:
-        return self._scheduler.load(draining=self._drain_until is not None)
+        load = self._scheduler.load(draining=self._drain_until is not None)
+        counters = {**load.counters, **self._handovers.load_counters()}
+        prefill = self._handovers.departures.prefill_load()
+        return msgspec.structs.replace(load, counters=counters, ranks=self._rank_loads(), prefill=prefill)
 
 
 def _open_tracer(spec: ReplicaSpec) -> "ReplicaTracer | None":

@@ -17,10 +17,12 @@ import msgspec
 
 from engine.hostinfo import gpus
 from engine.log import log
+from engine.process.allocator import keep_one_arena
+from engine.process.files import fingerprint
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.process.supervised import die_with_parent
 from engine.protocol.connection import listen, remove_socket
-from engine.protocol.reports import MemoryReport, memory_report_path
+from engine.protocol.reports import WEIGHT_FILES, MemoryReport, memory_report_path
 from engine.protocol.specs import ReplicaSpec
 from engine.replica.replica import Replica, ReplicaLimits
 from engine.step.executor import LoadedModel
@@ -49,7 +51,7 @@ def run(spec: ReplicaSpec, open_model: ModelOpener, bounds: ReplicaLimits | None
         gc.collect()
         gc.freeze()  # what loading made stays: collections during steps need not walk it
         seconds = round(time.monotonic() - began, 3)
-        log("loaded", model=spec.model.name, seconds=seconds, blocks=model.executor.limits.blocks)
+        log("loaded", model=spec.model.name, seconds=seconds, blocks=model.report.kv_blocks)
         try:
             status = serve(
                 spec, model, grammars, heartbeat, bounds or ReplicaLimits(), orphaned=lambda: os.getppid() != parent
@@ -99,19 +101,30 @@ def main(argv: list[str]) -> int:
     if len(argv) != 1:
         print("usage: python -m engine.replica.server '<ReplicaSpec JSON>'", file=sys.stderr)
         return 2
+    keep_one_arena()
     logging.basicConfig(level=logging.INFO, handlers=[_EventHandler()])
     spec = msgspec.json.decode(argv[0], type=ReplicaSpec)
-    if spec.device != "cpu" and "torch" not in sys.modules and gpus.visible_gpus(os.environ):
+    alone = spec.model.gpus * spec.model.stages == 1  # a driver that is awake would be of no use in forks
+    if alone and spec.device != "cpu" and "torch" not in sys.modules and gpus.visible_gpus(os.environ):
         gpus.prewarm_driver()
     gc.disable()  # as in the zygote: collections are a fifth of what the imports take
     from engine.execution.open import inference_mode, open_model  # only here: tests serve models without torch
+    from engine.ranks.fork import fork_ranks
+    from engine.ranks.open import open_ranked_model
 
     gc.freeze()
     gc.enable()
+    threads = None if spec.threads is None else max(1, spec.threads // (spec.model.gpus * spec.model.stages))
+    ranks = fork_ranks(spec.model, spec.device, threads)  # now: threads would not be in the forks
 
     def open_reported(spec: ReplicaSpec, beat: Callable[[], None]) -> LoadedModel:
-        model = open_model(spec.model, spec.device, spec.threads, beat, spec.device_bytes, spec.standby)
-        _write_memory_report(spec.pulse, model.report)
+        folder = Path(spec.model.folder)
+        weights = fingerprint(folder.glob(WEIGHT_FILES))
+        if ranks is None:
+            model = open_model(spec.model, spec.device, threads, beat, spec.device_bytes, spec.standby)
+        else:
+            model = open_ranked_model(spec.model, ranks, threads, beat, spec.device_bytes, spec.standby)
+        _write_memory_report(spec.pulse, msgspec.structs.replace(model.report, folder=str(folder), weights=weights))
         return model
 
     with inference_mode():

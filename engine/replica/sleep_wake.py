@@ -4,21 +4,21 @@ It knows neither sockets nor tensors, nor why a model is to be where.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import asdict, dataclass
 from typing import Final
 
 import msgspec
 
-from engine.execution.step_loop import StepLoop
+from engine.kv_blocks.block_pool import WakeExtents
 from engine.log import log
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.frames import PlacementStatus, SetPlacement
 from engine.protocol.types import Residency
-from engine.scheduling.block_pool import WakeExtents
 from engine.scheduling.encoder_scheduler import EncoderScheduler
-from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
-from engine.step.executor import PagedMemory, Sleeper
+from engine.scheduling.step_loop import StepLoop
+from engine.step.executor import PagedMemory, Sleeper, split_extents
 from engine.weights.checkpoint import CheckpointError
 
 EXTENTS_AT_ONCE: Final = 4  # mapped or unmapped between two steps: some 5 ms where there are 32 layers, of any size
@@ -42,21 +42,25 @@ class SleepController:
     """
 
     def __init__(
-        self, sleeper: Sleeper, paged: PagedMemory | None, scheduler: Scheduler | EncoderScheduler, loop: StepLoop,
-        kept_bytes: int, clock: Callable[[], float],
+        self, sleeper: Sleeper, memories: Items[PagedMemory], scheduler: Scheduler | EncoderScheduler, loop: StepLoop,
+        kept_bytes: int, clock: Callable[[], float], reserved_bytes: int = 0,
     ) -> None:  # fmt: skip
-        """At most kept_bytes of host memory are for KV of system prompts while the model sleeps."""
+        """`memories`: of each group of the scheduler's blocks. At most kept_bytes of host memory are for KV of system
+        prompts while the model sleeps, and reserved_bytes may be taken at any moment for KV of other replicas: they
+        count as held."""
         self.residency = Residency.DEVICE
         self._sleeper = sleeper
-        self._paged = paged
+        self._memories = memories
+        self._layouts = [memory.layout for memory in memories]
         self._scheduler = scheduler
         self._kv = scheduler.kv
         self._loop = loop
         self._kept_bytes = kept_bytes
+        self._reserved_bytes = reserved_bytes
         self._clock = clock
         self._transition: _Transition | None = None
         self._arriving = False  # the model woke, and not all of it is there yet
-        self._extents = len(self._mapped())  # when it fell asleep
+        self._extents = self._mapped_counts()  # when it fell asleep
 
     def order(self, target: SetPlacement) -> None:
         """Replaces the order to be carried out from the next step on. A move that cannot be stopped ends before."""
@@ -100,12 +104,18 @@ class SleepController:
 
     def status(self) -> PlacementStatus:
         """Where the replica is, and what it holds there."""
-        return PlacementStatus(self.residency, **asdict(self._sleeper.usage()))
+        status = PlacementStatus(self.residency, **asdict(self._sleeper.usage()))
+        reserved_bytes = self._reserved_bytes
+        return msgspec.structs.replace(
+            status,
+            memory_bytes=status.memory_bytes + reserved_bytes,
+            standby_bytes=status.standby_bytes + reserved_bytes,
+        )
 
     # Inside
 
-    def _mapped(self) -> list[int]:
-        return [] if self._paged is None else self._paged.mapped
+    def _mapped_counts(self) -> list[int]:
+        return [len(memory.mapped) for memory in self._memories]
 
     def _admit(self) -> None:
         """Lets what waits start, unless the replica sleeps or is to."""
@@ -128,85 +138,116 @@ class SleepController:
         self._begin(transition)
         self._loop.land_all()
         self._scheduler.preempt_all()
-        mapped = self._mapped()
-        keep = [] if self._kv is None else self._kv.sleep(self._max_kept_blocks())
+        mapped = [memory.mapped for memory in self._memories]
+        extents = self._loop.extents
+        keep = [] if extents is None else extents.sleep(self._max_kept_blocks())
         self._loop.zero_freed()
         try:
             transition.moved_bytes += self._sleeper.sleep(keep)
         except OutOfHostMemory as error:
-            self._finish_wake(WakeExtents(mapped, keep))  # all is still where it was
+            self._finish_wake([*map(WakeExtents, mapped, keep)])  # all is still where it was
             return self._end(transition, str(error))
-        self._extents = len(mapped)
+        self._extents = [*map(len, mapped)]
         self.residency = Residency.MEMORY
         return self._end(transition)
 
     def _wake(self, transition: _Transition) -> PlacementStatus | None:
         self._begin(transition)
         self._loop.zero_freed()
-        extents = self._target_extents(transition.target)
-        plan = WakeExtents([], []) if self._kv is None else self._kv.pool.plan_wake(extents)
+        extents, counts = self._loop.extents, self._extents
+        if transition.target.device_bytes is not None:
+            counts = split_extents(self._layouts, self._more_bytes(transition.target.device_bytes), self._parts(counts))
+        plans = [] if extents is None else extents.plan_wake(counts)
         try:
-            transition.moved_bytes += self._sleeper.wake(plan.extents, plan.restore)
+            transition.moved_bytes += self._sleeper.wake(
+                [plan.extents for plan in plans], [plan.restore for plan in plans]
+            )
         except (OutOfDeviceMemory, CheckpointError) as error:
             return self._end(transition, str(error))
-        self._finish_wake(plan)
+        self._finish_wake(plans)
         self.residency = Residency.DEVICE
         self._arriving = True
         self._admit()
         return None
 
     def _resize(self, transition: _Transition) -> PlacementStatus | None:
-        """Maps or unmaps some extents. The end comes where the model has as many as it may, or no more can be had or
-        spared."""
-        paged, kv = self._paged, self._kv
-        if paged is None or kv is None:
+        """Maps or unmaps some extents of one group. The end comes where the model has as many as it may, or no more can
+        be had or spared."""
+        if self._kv is None or transition.target.device_bytes is None:
             return self._end(transition)
-        target, mapped = self._target_extents(transition.target), len(paged.mapped)
-        if target == mapped:
+        more_bytes = self._more_bytes(transition.target.device_bytes) - self._held_bytes()
+        group = self._group_to_grow(more_bytes) if more_bytes > 0 else self._group_to_shrink(-more_bytes)
+        if group is None:
             return self._end(transition)
         self._begin(transition)
-        if target > mapped:
-            extents = kv.pool.extents_to_grow(min(target - mapped, EXTENTS_AT_ONCE))
-            try:
-                paged.map(extents)
-            except OutOfDeviceMemory as error:
-                return self._end(transition, str(error))
-            kv.grow(extents)
-            return None
-        shrunk = self._shrink(paged, kv, transition, min(mapped - target, EXTENTS_AT_ONCE))
-        return None if shrunk else self._end(transition)
+        extent_bytes = self._layouts[group].extent_bytes
+        if more_bytes < 0:
+            plan = self._loop.shrink(min(-(more_bytes // extent_bytes), EXTENTS_AT_ONCE), group)
+            transition.moved_bytes += len(plan.sources) * self._layouts[group].block_bytes
+            return None if plan.extents else self._end(transition)
+        try:
+            count = min(more_bytes // extent_bytes, EXTENTS_AT_ONCE)
+            self._loop.grow(self._kv.pools[group].extents_to_grow(count), group)
+        except OutOfDeviceMemory as error:
+            return self._end(transition, str(error))
+        return None
 
-    def _shrink(self, paged: PagedMemory, kv: KVManager, transition: _Transition, count: int) -> bool:
-        """Returns False where no extent can be spared."""
-        self._loop.land_all()
-        plan = kv.shrink(count)
-        self._loop.zero_freed()
-        if plan.sources:
-            paged.copy(plan.sources, plan.targets)
-            paged.zero(plan.secret)
-            transition.moved_bytes += len(plan.sources) * paged.layout.block_bytes
-        if plan.extents:
-            paged.unmap(plan.extents)
-        return bool(plan.extents)
+    def _group_to_grow(self, more_bytes: int) -> int | None:
+        """The group to which an extent can be added that has the smallest part of its blocks available."""
+        return min(
+            (
+                group
+                for group, (layout, mapped) in enumerate(zip(self._layouts, self._mapped_counts(), strict=True))
+                if mapped < layout.extents and 0 < layout.extent_bytes <= more_bytes
+            ),
+            key=self._available_part,
+            default=None,
+        )
 
-    def _finish_wake(self, plan: WakeExtents) -> None:
-        if self._kv is not None:
-            self._kv.finish_wake(plan)
+    def _group_to_shrink(self, less_bytes: int) -> int | None:
+        """The group from which an extent can be taken that has the largest part of its blocks available."""
+        return max(
+            (
+                group
+                for group, (layout, mapped) in enumerate(zip(self._layouts, self._mapped_counts(), strict=True))
+                if less_bytes and mapped > layout.min_extents and layout.extent_bytes
+            ),
+            key=self._available_part,
+            default=None,
+        )
 
-    def _target_extents(self, target: SetPlacement) -> int:
-        """How many extents fit into what the model may hold, never fewer than it needs to serve at all."""
-        if target.device_bytes is None or self._paged is None:
-            return len(self._mapped()) if self.residency == Residency.DEVICE else self._extents
-        layout = self._paged.layout
-        more = max(0, target.device_bytes - self._sleeper.usage().min_bytes) // layout.extent_bytes
-        return min(layout.min_extents + more, layout.extents)
+    def _available_part(self, group: int) -> float:
+        assert self._kv is not None
+        return self._kv.available(group) / max(1, self._kv.pools[group].mapped_blocks)
+
+    def _finish_wake(self, plans: list[WakeExtents]) -> None:
+        if self._loop.extents is not None:
+            self._loop.extents.finish_wake(plans)
+
+    def _more_bytes(self, device_bytes: int) -> int:
+        """What the model may hold of KV beyond what it needs to serve at all."""
+        return max(0, device_bytes - self._sleeper.usage().min_bytes)
+
+    def _parts(self, counts: list[int]) -> list[int]:
+        """In which proportions the groups have memory with so many extents each, beyond the least; or in those of the
+        least, where they have no more."""
+        above = [
+            (count - layout.min_extents) * layout.extent_bytes
+            for count, layout in zip(counts, self._layouts, strict=True)
+        ]
+        return above if any(above) else [layout.min_extents * layout.extent_bytes for layout in self._layouts]
+
+    def _held_bytes(self) -> int:
+        """What it holds of KV beyond that."""
+        counts = zip(self._layouts, self._mapped_counts(), strict=True)
+        return sum((count - layout.min_extents) * layout.extent_bytes for layout, count in counts)
 
     def _max_kept_blocks(self) -> int:
         """How many blocks may be kept: no more than fit the extents that the model has at least when it wakes."""
-        if self._paged is None:
+        if not self._layouts:
             return 0
-        layout = self._paged.layout
-        return min(self._kept_bytes // layout.block_bytes, layout.min_extents * layout.extent_blocks)
+        block_bytes = sum(layout.block_bytes for layout in self._layouts)
+        return min(self._kept_bytes // block_bytes, *(layout.min_blocks for layout in self._layouts))
 
     def _begin(self, transition: _Transition) -> None:
         """Notes that something moves from now on."""

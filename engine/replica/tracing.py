@@ -59,8 +59,11 @@ class ReplicaTracer:
     """Follows the sequences of one replica. Ids that it does not know are ignored: they are not traced."""
 
     def __init__(
-        self, exporter: SpanExporter, service: str, model: str, boot: int, now_ns: Callable[[], int] = time.time_ns
-    ) -> None:
+        self, exporter: SpanExporter, service: str, model: str, boot: int, now_ns: Callable[[], int] = time.time_ns,
+        region: str = "",
+    ) -> None:  # fmt: skip
+        """The exporter's collector is in `region`."""
+        self._region = region
         resource = Resource.create({"service.name": service, "process.pid": os.getpid(), "hearth.boot": boot})
         self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(
@@ -79,9 +82,11 @@ class ReplicaTracer:
         return sum(map(len, self._journeys.values()))
 
     def accepted(self, owner: int, submit: Submit) -> None:
-        """This Submit of this connection will run."""
+        """This Submit of this connection will run. It is not followed where the collector is in none of its regions."""
         parent = _propagator.extract({"traceparent": submit.traceparent})
         if not trace.get_current_span(parent).get_span_context().trace_flags.sampled:
+            return
+        if submit.regions and self._region not in submit.regions:
             return
         if self.open + submit.n > OPEN_MAX:
             return
@@ -173,4 +178,5 @@ def open_tracer(spec: ReplicaSpec) -> ReplicaTracer:
     """Traces to the collector that the spec names."""
     assert spec.telemetry is not None
     exporter = OTLPSpanExporter(endpoint=spec.telemetry.otlp_url, timeout=EXPORT_S)
-    return ReplicaTracer(exporter, f"{spec.telemetry.service}-replica", spec.model.name, spec.boot)
+    service, region = f"{spec.telemetry.service}-replica", spec.telemetry.region
+    return ReplicaTracer(exporter, service, spec.model.name, spec.boot, region=region)

@@ -22,6 +22,7 @@ import msgspec
 
 from engine.host.forkserver import GO, LENGTH_PREFIX, READY, ForkRequest
 from engine.log import log
+from engine.process.allocator import keep_one_arena
 from engine.process.supervised import die_with_parent
 from engine.replica import server
 
@@ -39,6 +40,7 @@ class ForkedReplica(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
+    keep_one_arena()
     machine = socket.socket(fileno=int(argv[0]))
     signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
     gc.disable()  # collections find next to nothing in what is imported, and are a fifth of its time
@@ -73,7 +75,7 @@ def _serve(machine: socket.socket) -> ForkedReplica | None:
         try:
             pid = _fork()
         except OSError as error:
-            log("replica_not_forked", error=str(error))
+            log("replica_not_forked", level="warning", error=str(error))
             pid = None
         if pid == 0:
             return child

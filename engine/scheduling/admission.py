@@ -18,10 +18,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.scheduling.fair_queue import AccountQueue, fair_shares
-from engine.scheduling.public_prefixes import common_prefix_length
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.kv_blocks.prefix_match import PrefixMatch
+from engine.kv_blocks.public_prefixes import common_prefix_length
 from engine.scheduling.waiting import PASSES_MAX
+from engine.sequences.fair_queue import AccountQueue, fair_shares
+from engine.sequences.sequence import Sequence, SequenceState
 from prefixcache.namespace import Namespace
 
 PREFIX_WINDOW: Final = 16  # waiting sequences of an account among which the longest cached prefix goes first
@@ -76,7 +77,7 @@ class PrefillAdmission:
         """The account's next sequences that could start, up to the first one that may not be passed again."""
         window: list[Sequence] = []
         for sequence in account.waiting:
-            if sequence.compilation is None:
+            if not sequence.awaited:
                 window.append(sequence)
                 if len(window) == PREFIX_WINDOW or sequence.passed == PASSES_MAX:
                     break
@@ -127,6 +128,15 @@ class PrefillAdmission:
                     sequence.prefix_source = other, common // size
                     return True
         return False
+
+
+def exceeds_cap(account: AccountQueue[Sequence], match: PrefixMatch) -> bool:
+    """Whether the missing blocks and the cached ones, and one more for each that runs, pass an account's cap."""
+    cap = account.terms.blocks
+    if cap is None or not account.running:
+        return False
+    more = match.missing_blocks + sum(page not in account.readers for page in match.pages)
+    return account.blocks + more + account.running > cap
 
 
 def _ids(tokens: "array[int]") -> NDArray[np.uint32]:

@@ -8,8 +8,8 @@ from bisect import bisect_right
 from collections.abc import Sequence as Items
 from typing import Final
 
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import SchedulerConfig
+from engine.sequences.sequence import Sequence
 
 STEP_SLACK: Final = 0.04  # of a step's time
 HOST_US_PER_SEQUENCE: Final = 10.0  # in a step, on the host, which small models wait for; no costs include it

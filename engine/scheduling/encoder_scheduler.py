@@ -15,12 +15,12 @@ import numpy as np
 from engine.log import log
 from engine.protocol.frames import ReplicaLoad
 from engine.protocol.types import FinishReason
-from engine.scheduling.fair_queue import PROMPT_TOKEN, AccountQueue, FairQueue
 from engine.scheduling.intake import Intake
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan
 from engine.scheduling.token_budget import SchedulerConfig
+from engine.sequences.fair_queue import PROMPT_TOKEN, AccountQueue, FairQueue
+from engine.sequences.sequence import Sequence, SequenceState
 from engine.step.encoder_layout import pack_texts
 from engine.step.executor import RunnerOutput
 
@@ -78,7 +78,7 @@ class EncoderScheduler:
                 continue
             if token < 0:
                 self.intake.counters["not_finite"] += 1
-                log("not_finite", computed=tokens)
+                log("not_finite", level="warning", computed=tokens)
                 self._end(text, FinishReason.ERROR, NOT_FINITE)
                 continue
             self.intake.end_with_vector(text, vector)

@@ -21,8 +21,9 @@ from engine.protocol.frames import (
     TokenLogprobs,
 )
 from engine.protocol.types import FinishReason
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.step_costs import StepCosts
 from engine.scheduling.waiting import WaitingQueue
+from engine.sequences.sequence import Sequence, SequenceState
 
 
 class EndSequence(Protocol):
@@ -62,6 +63,7 @@ class Intake:
     waiting    the queues, and all sequences that have not ended.
     outputs    what each owner is sent next, to be added to until it is taken, beside the rejects of `waiting`.
     counters   those of `waiting` too; they only grow.
+    step_costs  what steps take, where the scheduler has that learned.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Intake:
         self.waiting = WaitingQueue(max_waiting, work, clock)
         self.outputs: defaultdict[int, PendingOutputs] = defaultdict(PendingOutputs)
         self.counters: Counter[str] = self.waiting.counters
+        self.step_costs = StepCosts()
         self._end = end
         self._refuse = refuse
 
@@ -105,6 +108,10 @@ class Intake:
             if sequence is not None:
                 self._end(sequence, FinishReason.CANCELLED)
 
+    def move(self, sequence: Sequence) -> None:
+        """Ends a sequence here: it goes on at another replica, which has its KV."""
+        self._end(sequence, FinishReason.MOVED)
+
     def drop(self, owner: int) -> None:
         """Ends all sequences of an owner that has left, and discards its outputs."""
         self.cancel(owner, [id for other, id in self.waiting.sequences if other == owner])
@@ -125,7 +132,7 @@ class Intake:
     def report_first_start(self, sequence: Sequence) -> None:
         """Counts and reports that a sequence runs for the first time."""
         waited_ms = self.waiting.first_start(sequence)
-        self.outputs[sequence.owner].started.append(SequenceStarted(sequence.id, sequence.computed, waited_ms))
+        self.outputs[sequence.owner].started.append(SequenceStarted(sequence.id, sequence.cached_tokens, waited_ms))
 
     def report_end(self, sequence: Sequence, reason: FinishReason, message: str) -> None:
         """Counts and reports the end of a sequence."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import Final
 
-from engine.scheduling.fair_queue import AccountQueue
-from engine.scheduling.sequence import Sequence
+from engine.sequences.fair_queue import AccountQueue
+from engine.sequences.sequence import Sequence
 
 PREEMPTION_RATIO: Final = 2.0  # for its weight an account keeps so many times as much as the one that it gives way to
 

@@ -25,20 +25,20 @@ from typing import Final
 
 import msgspec
 
+from engine.kv_blocks.kv_manager import KVManager
 from engine.log import log
 from engine.protocol.frames import ReplicaLoad, TokenLogprobs
 from engine.protocol.types import FinishReason
-from engine.scheduling.admission import PrefillAdmission
+from engine.scheduling.admission import PrefillAdmission, exceeds_cap
 from engine.scheduling.best_effort import BestEffortBudget
-from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue
 from engine.scheduling.intake import Intake, PendingOutputs
-from engine.scheduling.kv_manager import KVManager, exceeds_cap
 from engine.scheduling.preemption import victim_for_turn, victim_of_shortage, victim_under_cap
 from engine.scheduling.prefix_groups import PrefixGroups
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
 from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, StepPlan, plan_step
 from engine.scheduling.token_budget import SchedulerConfig, TokenBudget
+from engine.sequences.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, FairQueue
+from engine.sequences.sequence import GrammarMatcher, Sequence, SequenceState
 from engine.step.executor import RunnerOutput
 
 NOT_FINITE: Final = (
@@ -60,13 +60,16 @@ class Scheduler:
     def __init__(self, kv: KVManager, config: SchedulerConfig, clock: Callable[[], float]) -> None:
         assert config.max_sequences > 0
         self.kv = kv
-        self.intake = Intake(config.max_waiting, _work, clock, self._end, kv.refuse_too_long)
+        self.intake = Intake(config.max_waiting, lambda each: each.max_work, clock, self._end, kv.refuse_too_long)
         self.running = RunningSequences(kv, self.intake.waiting)
         self._block_tokens = kv.block_tokens
         self._config = config
         self._budget = TokenBudget(config)
+        self.intake.step_costs = self._budget.time.learned
         self._best_effort = BestEffortBudget(config)
-        self._groups = PrefixGroups(config.costs, kv.block_tokens) if config.costs is not None else None
+        self._groups: PrefixGroups | None = None
+        if config.costs is not None:
+            self._groups = PrefixGroups(config.costs, kv.block_tokens, kv.spans[-config.groups :])
         self._max_running = min(config.max_sequences, config.step_tokens)  # each gets one token of every step
         self._clock = clock
         self._waiting = self.intake.waiting
@@ -82,28 +85,37 @@ class Scheduler:
         """The next step's work, or None when nothing can run before a step in flight has landed."""
         assert len(self.running.inflight) < INFLIGHT_STEPS_MAX
         self._waiting.expire()
+        self.running.disk_reads.take_ready()
+        if self.running.take_arrived():
+            self._regroup()
         for sequence, problem in self._waiting.take_matchers():
             self._end(sequence, FinishReason.GRAMMAR, problem)
         if not self._give_blocks():
             return None
         self._end_stale()
-        sequences = [sequence for sequence in self.running.sequences if sequence.launchable]
+        sequences = self.running.ready()
         if self._preempt_next in sequences:
             sequences.remove(self._preempt_next)
-        best_effort: list[Sequence] = []
-        if self.running.best_effort:
-            best_effort = [sequence for sequence in sequences if sequence.background]
+        best_effort = [each for each in sequences if each.background] if self.running.best_effort else []
+        if best_effort:
             sequences = [sequence for sequence in sequences if not sequence.background]
         del sequences[self._budget.max_rows :]
         sequences = self._budget.time.select(sequences, len(self._waiting.live.running_accounts))
         extra = self._budget.share(sequences)
+        if extra and (sitting := self._budget.sitting_out(sequences, extra)):
+            sequences = [sequence for sequence in sequences if sequence not in sitting]
+            extra = self._budget.share(sequences)
         chunks = [1 + extra.get(sequence, 0) for sequence in sequences] if extra else [1] * len(sequences)
+        if extra and self.kv.windowed:
+            chunks = [self.running.cover(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
         if best_effort and not self._best_effort_paused:
             self._add_best_effort(best_effort, sequences, chunks)
+        sequences, chunks = self.running.fit_images(sequences, chunks, self._budget.max_rows)
         if not sequences:
+            if self.running.stuck:
+                self.preempt(self.running.sequences[-1])
             return None
-        plan = self._plan(sequences, chunks)
-        self.running.inflight.append(plan)
+        self.running.inflight.append(plan := self._plan(sequences, chunks))
         return plan
 
     def commit(self, plan: StepPlan, sampled: RunnerOutput) -> None:
@@ -114,9 +126,12 @@ class Scheduler:
             self._budget.observe(plan.planned_us, 1e6 * (now - self._landed_s))
         took_us = 1e6 * (now - max(self._landed_s, plan.planned_s))
         self._budget.time.observe(plan, took_us)
+        if self.kv.host is not None:
+            self.kv.host.observe(max(plan.chunks), plan.computed_tokens, took_us)
         took_s, self._landed_s, self._served_tokens = now - self._landed_s, now, 0
         tokens_R, logprobs, unwanted = sampled.tokens_R.tolist(), sampled.logprobs, plan.unwanted
-        assert len(tokens_R) == int(plan.packed[3]), f"{len(tokens_R)} tokens sampled for {plan.packed[3]} rows"
+        assert len(tokens_R) == plan.sampled_rows, f"{len(tokens_R)} tokens sampled for {plan.sampled_rows} rows"
+        windowed = bool(self.kv.windowed)
         for sequence, chunk, row in zip(plan.sequences, plan.chunks, plan.rows, strict=True):
             if sequence.state == SequenceState.ENDED:
                 continue
@@ -129,6 +144,8 @@ class Scheduler:
                 self._served_tokens += PROMPT_TOKEN * sequence.charge_prompt() * (not sequence.background)
             if computed // self._block_tokens > sequence.shared_blocks:
                 self._cache(sequence)
+            if windowed:
+                self.kv.advance(sequence)
             if row >= 0 and sequence.pooling is not None:
                 assert sampled.vectors_RH is not None, "the runner gives no vectors"
                 self.intake.end_with_vector(sequence, sampled.vectors_RH[row])
@@ -136,7 +153,7 @@ class Scheduler:
                 self._report_token(sequence, tokens_R[row], logprobs.get(row) if logprobs else None)
         self._waiting.observe(self._served_tokens + GENERATED_TOKEN * len(tokens_R), took_s)
         self._steps += 1
-        self._counters["computed_tokens"] += int(plan.packed[0])
+        self._counters["computed_tokens"] += plan.computed_tokens
         self._budget.recover()
 
     def fail(self, plan: StepPlan, message: str) -> None:
@@ -151,8 +168,7 @@ class Scheduler:
         The next step is at most half as large, which is returned; the later ones grow again. A step of one row cannot
         shrink: its sequence ends with an error.
         """
-        rows = int(plan.packed[0])
-        plans = list(self.running.inflight)
+        rows, plans = plan.computed_tokens, list(self.running.inflight)
         assert plans[0] is plan
         for launched in plans:
             self.running.land(launched)
@@ -174,6 +190,9 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Preempts all that runs, before a sleep: nothing is in flight, and the sleep is no part of a step's time."""
         assert not self.running.inflight
+        self.running.disk_reads.take_ready()
+        if self.running.take_arrived():
+            self._regroup()
         for sequence in self.running.sequences[::-1]:
             self.preempt(sequence)
         self._preempt_next = None
@@ -185,7 +204,7 @@ class Scheduler:
         hit_tokens          found by all lookups, those of resumed sequences too.
         cached_tokens       as `SequenceStarted` reports them, once for each prompt.
         forced_tokens       that a grammar left no choice of, and no step sampled.
-        spared_keys         not read, because groups read them once.
+        spared_keys         not read, because groups read them once; counted as CostModel counts keys.
         preemptions         those _cap (by a cap of the account), _share (for an account with less) and _background (of
                             background sequences) too.
         waited_ms           summed over the live sequences that started.
@@ -194,16 +213,21 @@ class Scheduler:
         background_rows     computed for background sequences.
         short_of_blocks     attempts to start a live sequence, and preemptions of live ones, that found too few blocks
                             in the pool: its machine gives it more extents for them.
+        traded_extents      that one group of layers got of another one.
+        host_…              as HostBlocks counts what left for the host's memory, and came back.
+
+        Its blocks, but for the shared ones, are those of the group that has the smallest part of its own free.
         """
-        tree, pool = self.kv.tree, self.kv.pool
+        pools = self.kv.pools
+        group = min(range(len(pools)), key=lambda group: pools[group].free_blocks / max(1, pools[group].mapped_blocks))
         load = self.intake.queue_load(self._steps, draining)
         return msgspec.structs.replace(
             load,
-            free_blocks=pool.free_blocks,
-            cached_blocks=tree.cached_blocks,
+            free_blocks=pools[group].free_blocks,
+            cached_blocks=self.kv.cached(group),
             counters={**self.kv.counters(), **load.counters},
-            shared_blocks=tree.shared_blocks,
-            blocks=pool.mapped_blocks,
+            shared_blocks=self.kv.tree.shared_blocks,
+            blocks=pools[group].mapped_blocks,
         )
 
     # Planning
@@ -219,7 +243,9 @@ class Scheduler:
         size = self._block_tokens
         ready = [each for each in candidates if each.block_count * size > max(each.launched, len(each.tokens) - 1)]
         more = self._best_effort.chunks(sequences, chunks, ready, self._budget.saved_us, self._budget.max_rows)
-        sequences += ready[: len(more)]
+        del ready[len(more) :]
+        more = [self.running.cover(sequence, chunk) for sequence, chunk in zip(ready, more, strict=True)]
+        sequences += ready
         chunks += more
         self._counters["background_rows"] += sum(more)
 
@@ -230,20 +256,17 @@ class Scheduler:
             pairs = zip(sequences, chunks, strict=True)
             segments = self._groups.segments([sequence if chunk == 1 else None for sequence, chunk in pairs])
             self._budget.saved_us = self._groups.saved_us
-        for segment in segments:
-            self._counters["spared_keys"] += (len(segment.members) - 1) * (segment.last - segment.first)
+            self._counters["spared_keys"] += self._groups.spared_keys
         planned_us = 0.0 if sequences[-1].background else self._budget.planned_us
-        work = self._budget.time.work(sequences, chunks)
-        return plan_step(sequences, chunks, segments, self._block_tokens, planned_us, self._clock(), work)
+        sizes, work = (self._block_tokens, self._config.groups), self._budget.time.work(sequences, chunks)
+        return plan_step(sequences, chunks, segments, *sizes, planned_us, self._clock(), work)
 
     def _give_blocks(self) -> bool:
-        """Gives every running sequence the block that it writes next, and admits others where none was missing.
-
-        A missing block preempts a sequence. False if that has to wait for a step in flight.
-        """
+        """Gives every running sequence the block that it writes next, and admits others where none was missing: that
+        preempts a sequence. False if that has to wait for a step in flight."""
         preempted, self._preempt_next = False, None
-        while (lacking := self._append_blocks()) is not None:
-            if self.running.inflight:
+        while (lacking := self.running.append_blocks(not self._best_effort_paused)) is not None:
+            if self.running.inflight or self.running.loading:
                 return False
             assert len(self.running.sequences) > 1, "a sequence alone does not fit: add let it in"
             self.preempt(self._victim(lacking))
@@ -252,30 +275,10 @@ class Scheduler:
             self._admit()
         return True
 
-    def _append_blocks(self) -> Sequence | None:
-        """Gives a block to each sequence that needs one, the oldest first, background ones last and only where they may
-        run. Returns the first that gets none: the pool is empty, or its account has reached its cap, which does not
-        stop a sequence that runs alone in it."""
-        kv, size, growing = self.kv, self._block_tokens, self.running.sequences
-        if self.running.best_effort:
-            growing = [sequence for sequence in self.running.sequences if not sequence.background]
-            if not self._best_effort_paused:
-                growing += [sequence for sequence in self.running.sequences if sequence.background]
-        for sequence in growing:
-            while (
-                sequence.launched >= (room := sequence.block_count * size) or len(sequence.tokens) > room
-            ) and sequence.launchable:
-                account = sequence.account_queue
-                cap = account.terms.blocks
-                if not kv.available_blocks or (cap is not None and account.running > 1 and account.blocks >= cap):
-                    return sequence
-                kv.append_block(sequence)
-        return None
-
     def _victim(self, lacking: Sequence) -> Sequence:
         """The sequence that is preempted for one that lacks a block: under a cap one of its own account, else the
         youngest in the background, be it itself, else one of an account that has much."""
-        if self.kv.available_blocks:
+        if all(self.kv.all_available()):
             self._counters["preemptions_cap"] += 1
             return victim_under_cap(self.running.sequences, lacking.account_queue)
         if self.running.best_effort:
@@ -302,6 +305,8 @@ class Scheduler:
         """Starts sequences of one queue, whose running ones have so many rows of a step."""
         prompts = PrefillAdmission(running, rows, self._block_tokens, self.kv.cached_tokens)
         while (sequence := queue.peek(prompts.choose)) is not None:
+            if self.running.disk_reads.begin(sequence):
+                continue
             if len(self.running.sequences) < self._max_running and self._start(sequence):
                 prompts.add(sequence)
             elif not sequence.account_queue.at_cap and not self._preempt_for_turn(sequence):
@@ -316,7 +321,7 @@ class Scheduler:
         match = kv.lease_prefix(sequence)
         capped = exceeds_cap(sequence.account_queue, match)
         # one block stays for the next tokens of each that runs
-        if capped or match.missing_blocks + len(self.running.sequences) > kv.available_blocks:
+        if capped or not kv.fits(sequence, match, len(self.running.sequences)):
             kv.cancel_lease(sequence, match, short=not capped)
             if capped:
                 self._waiting.queue_of(sequence).skip(sequence.account_queue)
@@ -326,15 +331,17 @@ class Scheduler:
         sequence.prefix_source = None
         self._waiting.start(sequence)
         kv.allocate(sequence, match)
+        self._waiting.images.start(sequence)
         if sequence.start_order < 0:
             self._first_start(sequence)
         self.running.add(sequence)
         return True
 
     def _first_start(self, sequence: Sequence) -> None:
+        found = sequence.computed + sequence.loading_blocks * self._block_tokens
+        sequence.cached_tokens = min(found, sequence.prompt_tokens)
+        self._counters["cached_tokens"] += sequence.cached_tokens
         self.intake.report_first_start(sequence)
-        sequence.cached_tokens = sequence.computed
-        self._counters["cached_tokens"] += sequence.computed
 
     def _preempt_for_turn(self, sequence: Sequence) -> bool:
         """Makes room for the next sequence in turn, which finds no place or too few blocks: at the cost of the
@@ -359,11 +366,10 @@ class Scheduler:
 
     def _preempt_best_effort(self) -> bool:
         """Preempts the youngest background sequence that is not in flight: none is launched while a live one waits."""
-        for sequence in reversed(self.running.sequences):
-            if sequence.background and not sequence.inflight_steps:
-                self.preempt(sequence)
-                self._counters["preemptions_background"] += 1
-                return True
+        for sequence in [each for each in self.running.sequences[::-1] if each.background and not each.inflight_steps]:
+            self.preempt(sequence)
+            self._counters["preemptions_background"] += 1
+            return True
         return False
 
     # Outcome
@@ -414,7 +420,7 @@ class Scheduler:
         if sequence.finite_samples <= 0:
             self.kv.forget_suspect(sequence, self.running.sequences)
         self._counters["not_finite"] += 1
-        log("not_finite", computed=sequence.computed, emitted=sequence.emitted)
+        log("not_finite", level="warning", computed=sequence.computed, emitted=sequence.emitted)
         self._end(sequence, FinishReason.ERROR, NOT_FINITE)
 
     def _end_stale(self) -> None:
@@ -423,7 +429,7 @@ class Scheduler:
             if sequence.lease is not None:
                 self.kv.tree.forget(sequence.lease, 0)
             self._counters["stale_reads"] += 1
-            log("stale_read", computed=sequence.computed, emitted=sequence.emitted)
+            log("stale_read", level="error", computed=sequence.computed, emitted=sequence.emitted)
             self._end(sequence, FinishReason.ERROR, STALE_BLOCKS)
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
@@ -441,10 +447,3 @@ class Scheduler:
         """Every block is free, cached, private to one sequence or deferred, and every sequence is in one place."""
         self.running.check()
         self._waiting.check()
-
-
-def _work(sequence: Sequence) -> float:
-    """The most that the sequence will be served."""
-    prompt = sequence.prompt_tokens - sequence.charged_tokens
-    output = sequence.max_total_tokens - len(sequence.tokens)
-    return PROMPT_TOKEN * prompt + GENERATED_TOKEN * output

@@ -6,10 +6,29 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Final
 
-from engine.scheduling.sequence import GrammarMatcher, Sequence, SequenceState
-from engine.step.layout import Int32s, PrefixSegment, SequenceSlice, pack_step
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sequences.sequence import GrammarMatcher, PromptImage, Sequence, SequenceState
+from engine.step.layout import Count, EmbeddingSpan, Int32s, PrefixSegment, SequenceSlice, awaited_token, pack_step
 
 INFLIGHT_STEPS_MAX: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """Rows first … first+count−1 of an image, which lie in an executor's buffer from `row` on."""
+
+    image: PromptImage
+    first: int
+    count: int
+    row: int
+
+    @property
+    def rows_NH(self) -> NDArray[np.float32]:
+        assert self.image.rows_NH is not None, "an image that is not encoded"
+        return self.image.rows_NH[self.first : self.first + self.count]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,7 +36,8 @@ class StepPlan:
     """One step: sequences[i] computes its next chunks[i] tokens, slice i of `packed`; row rows[i] of what is sampled is
     its next token, −1: none is. planned_us: how long the step is to take, 0 where that is not needed; planned_s: when
     it was planned; work: as StepTime counts it. masked_sequences: the rows that are sampled by masks, in this order;
-    unwanted: those whose next token was known before this step samples it."""
+    unwanted: those whose next token was known before this step samples it; embeddings: what the executor's buffer has
+    to have before it is launched."""
 
     packed: Int32s
     sequences: list[Sequence]
@@ -28,6 +48,17 @@ class StepPlan:
     work: float = 0.0
     masked_sequences: list[Sequence] = field(default_factory=list)
     unwanted: set[Sequence] = field(default_factory=set)
+    embeddings: list["PlacedRows"] = field(default_factory=list)
+
+    @property
+    def computed_tokens(self) -> int:
+        """How many tokens it computes."""
+        return int(self.packed[Count.TOKENS])
+
+    @property
+    def sampled_rows(self) -> int:
+        """How many tokens it samples."""
+        return int(self.packed[Count.ROWS])
 
     @property
     def matchers(self) -> list[GrammarMatcher | None]:
@@ -43,13 +74,15 @@ def plan_step(
     chunks: list[int],
     segments: Items[PrefixSegment],
     block_tokens: int,
+    groups: int,
     planned_us: float,
     planned_s: float,
     work: float,
 ) -> StepPlan:
     """Packs the next tokens of each sequence, which count as launched from now on; `segments` are read once for several
-    slices."""
-    slices = [_slice(sequence, chunk) for sequence, chunk in zip(sequences, chunks, strict=True)]
+    slices. `groups`: how many block tables the step has, the last of them those of the sequences' `window_tables`."""
+    slices = [_slice(sequence, chunk, groups) for sequence, chunk in zip(sequences, chunks, strict=True)]
+    embeddings = _place_images(sequences, slices)
     rows, sampled = [-1] * len(slices), 0
     for index, sequence in enumerate(sequences):
         sequence.inflight_steps += 1
@@ -59,16 +92,47 @@ def plan_step(
             sampled += 1
     masked = [sequence for sequence, part in zip(sequences, slices, strict=True) if part.masked]
     return StepPlan(
-        pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, work, masked
-    )
+        pack_step(slices, block_tokens, segments), sequences, chunks, rows, planned_us, planned_s, work, masked,
+        embeddings=embeddings,
+    )  # fmt: skip
 
 
-def _slice(sequence: Sequence, chunk: int) -> SequenceSlice:
+def _place_images(sequences: list[Sequence], slices: list[SequenceSlice]) -> list[PlacedRows]:
+    """Has slices name the rows of their images in a buffer, one behind the other. Returns which those are."""
+    placed: list[PlacedRows] = []
+    row = 0
+    for index, sequence in enumerate(sequences):
+        spans = []
+        start, end = slices[index].start, slices[index].start + len(slices[index].tokens)
+        for image in sequence.images:
+            first, last = max(start, image.first), min(end, image.end)
+            if first < last:
+                spans.append(EmbeddingSpan(first - start, row, last - first))
+                placed.append(PlacedRows(image, first - image.first, last - first, row))
+                row += last - first
+        if spans:
+            slices[index] = msgspec.structs.replace(slices[index], embeddings=spans)
+    return placed
+
+
+def _slice(sequence: Sequence, chunk: int, groups: int) -> SequenceSlice:
     """The sequence's next `chunk` tokens as a step computes them."""
     tokens, start = sequence.tokens, sequence.launched
-    table, end = sequence.table[: sequence.block_count], start + chunk
+    tables, end = (sequence.table[: sequence.block_count],), start + chunk
     if end < len(tokens):
-        return SequenceSlice(tokens[start:end], start, table)
-    history = (tokens, sequence.prompt_tokens) if sequence.penalized else None
-    computed = tokens[start:end] if start < len(tokens) else (-1 - sequence.sampled_row,)
-    return SequenceSlice(computed, start, table, sequence.sampling, history, sequence.matcher is not None)
+        item = SequenceSlice(tokens[start:end], start, tables)
+    else:
+        history = (sequence.token_ids, sequence.prompt_tokens) if sequence.penalized else None
+        computed = tokens[start:end] if start < len(tokens) else (awaited_token(sequence.sampled_row),)
+        item = SequenceSlice(
+            computed, start, tables, sequence.sampling_behind(end), history, sequence.matcher is not None
+        )
+    return _with_windows(item, sequence, groups) if sequence.window_tables else item
+
+
+def _with_windows(item: SequenceSlice, sequence: Sequence, groups: int) -> SequenceSlice:
+    """The slice with the tables of all groups that have layers."""
+    windowed = sequence.window_tables
+    tables = [*item.tables, *(each.pages.view("<i4")[::2] for each in windowed)]
+    starts = [0, *(each.first for each in windowed)]
+    return msgspec.structs.replace(item, tables=tables[-groups:], table_starts=starts[-groups:])

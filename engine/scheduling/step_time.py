@@ -8,12 +8,14 @@ long keeps its masked rows out of later steps. An account that runs alone is not
 """
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Final
 
-from engine.scheduling.fair_queue import AccountQueue
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_costs import StepCosts
 from engine.scheduling.step_plan import StepPlan
+from engine.sequences.fair_queue import AccountQueue
+from engine.sequences.sequence import Sequence
 from engine.step.cost_model import CostModel
 
 MASK_PART: Final = 0.2  # of the limit, for the masks of one account
@@ -31,16 +33,19 @@ class StepTime:
 
     costs   how long steps take, as learned: where that is to bound prompts, which it is where no costs were measured
             and several accounts run.
+    learned what any step takes by what it computes.
     """
 
     def __init__(self, gap_ms: float, costs: CostModel | None) -> None:
         """With a gap_ms of 0 nothing is bounded."""
         self.costs: CostModel | None = None
+        self.learned = StepCosts()
         self._gap_us = 1e3 * gap_ms
         self._row, self._key, self._base_us = _ROW_KEYS, 1.0, math.inf
         if costs is not None:
             self._base_us = costs.rows_us(1)
             self._row, self._key = max(1.0, (costs.rows_us(_ROWS) - self._base_us) / _ROWS), costs.key_us
+        self._seen: Callable[[int], float] = float if costs is None else costs.seen
         self._measured = costs is not None
         self._bounded = False  # several accounts run
         self._turns = 0  # of rows, counted
@@ -59,12 +64,14 @@ class StepTime:
             return 0.0
         keys = 0.0
         for sequence, chunk in zip(sequences, chunks, strict=True):
-            keys += sequence.launched if chunk == 1 else _PROMPT_PAIR_KEYS * chunk * (sequence.launched + chunk / 2)
+            seen = self._seen(sequence.launched + chunk // 2)
+            keys += seen if chunk == 1 else _PROMPT_PAIR_KEYS * chunk * seen
         return self._row * sum(chunks) + self._key * keys
 
     def observe(self, plan: StepPlan, took_us: float) -> None:
         """Notes that a step took so long, its masks included."""
         masks_us = sum(sequence.mask_us for sequence in plan.masked_sequences)
+        self.learned.observe(plan.sequences, plan.chunks, took_us - min(masks_us, took_us / 2))
         if few := (not self._measured and sum(plan.chunks) <= _FEW_ROWS):
             self._base_us = min(self._base_us, took_us)
         elif not self._measured and self._base_us < math.inf:
@@ -84,7 +91,7 @@ class StepTime:
             rows_us = tuple((count, self._fixed_us + count * self._row * unit_us) for count in (1, 1 << 16))
             self.costs = CostModel(rows_us, unit_us, unit_us, 0.0, _PROMPT_PAIR_KEYS * unit_us, 0.0, 0.0)
             rows = sum(self._wanted(sequence) for sequence in sequences)
-        keys = sum(sequence.launched for sequence in sequences)
+        keys = sum(self._seen(sequence.launched) for sequence in sequences)
         masks_us = sum(sequence.mask_us for sequence in sequences)
         step_us = self._fixed_us + self._unit_us * (self._row * rows + self._key * keys) + masks_us
         limit_us = self.limit_us
@@ -92,6 +99,17 @@ class StepTime:
             return sequences
         fitting = self._fitting(sequences, limit_us)
         return [sequence for sequence in sequences if sequence in fitting] or sequences[:1]
+
+    def take_turns(self, rows: Items[Sequence], count: int) -> set[Sequence]:
+        """Which so many of these rows sit the next step out."""
+        ordered = sorted(rows, key=lambda each: each.row_turn)
+        for sequence in ordered[: len(rows) - count]:
+            self._give_turn(sequence)
+        return set(ordered[len(rows) - count :])
+
+    def _give_turn(self, sequence: Sequence) -> None:
+        self._turns += 1
+        sequence.row_turn = self._turns
 
     def _fitting(self, sequences: list[Sequence], limit_us: float) -> set[Sequence]:
         """The rows that the step has time for."""
@@ -123,8 +141,7 @@ class StepTime:
             row_us, mask_us = self._row_us(sequence), sequence.mask_us
             if (took_us and took_us + row_us > share_us) or (mask_us and masks_us <= 0):
                 continue
-            self._turns += 1
-            sequence.row_turn = self._turns
+            self._give_turn(sequence)
             fitting.add(sequence)
             took_us += row_us
             masks_us -= mask_us
@@ -136,4 +153,4 @@ class StepTime:
 
     def _row_us(self, sequence: Sequence, rows: int = 1) -> float:
         """What so many rows of the sequence take, the mask included; what a prompt reads left out."""
-        return self._unit_us * (self._row * rows + self._key * sequence.launched) + sequence.mask_us
+        return self._unit_us * (self._row * rows + self._key * self._seen(sequence.launched)) + sequence.mask_us

@@ -1,6 +1,10 @@
 """How many rows a step may have, and which sequences get them. It knows counts and costs, not texts, blocks or why a
 step failed.
 
+An account whose level is far below another's is not slowed by that one's decodes: where its prompts would get fewer
+rows than they have tokens, rows of the other one sit the step out, in turns. Where a step is bound by its rows alone
+that is for prompts which an earlier step began: each row gives but one, and places are held longer.
+
 The bound on the time between tokens: while some sequence decodes, a step is predicted to take at most `gap_ms`, unless
 its prompts have no more than PROMPT_ROWS_MIN rows beyond one for each: with fewer they would hardly move. Decodes alone
 are bounded in step_time.py, between accounts. Without measured costs `step_tokens` is the only bound, and where several
@@ -15,13 +19,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final
 
-from engine.scheduling.fair_queue import AccountQueue, fair_shares
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.step_time import StepTime
+from engine.sequences.fair_queue import CREDIT, AccountQueue, fair_shares
+from engine.sequences.sequence import Sequence
 from engine.step.cost_model import CostModel
 
 PROMPT_ROWS_MIN: Final = 64
 LEARNED_PROMPT_ROWS_MIN: Final = 16  # where costs are learned: a device without measured ones has less to spare
+_FAR: Final = CREDIT / 2  # what an account that arrives is behind by, half of it served
 _RECOVERY: Final = 16
 _SLOWNESS_MAX: Final = 2.0
 _SLOWNESS_FIRST: Final = 1.35  # until there is better to go by
@@ -38,6 +43,7 @@ class SchedulerConfig:
     max_sequences       running at once.
     max_waiting         in a queue at once.
     gap_ms              see the module; only where there are costs.
+    groups              block tables of a slice: those of groups of layers that see alike.
     """
 
     step_tokens: int
@@ -46,6 +52,7 @@ class SchedulerConfig:
     max_waiting: int
     gap_ms: float = 0.0
     costs: CostModel | None = None
+    groups: int = 1
 
 
 class TokenBudget:
@@ -66,6 +73,7 @@ class TokenBudget:
         self.planned_us = 0.0
         self.slowness = _SLOWNESS_FIRST
         self.time = StepTime(config.gap_ms, config.costs)
+        self._bound_by_time = False  # the rows shared out last
 
     def halve(self, rows: int) -> None:
         """Halves the next step: one of so many rows did not fit."""
@@ -95,7 +103,7 @@ class TokenBudget:
 
         Accounts with the lowest levels come first, so that nobody's first token waits for another's long prompts.
         """
-        self.planned_us = 0.0
+        self.planned_us, self._bound_by_time = 0.0, False
         prompts = [sequence for sequence in sequences if sequence.pending > 1]
         if not prompts:
             return {}
@@ -109,13 +117,35 @@ class TokenBudget:
             starts, decoding_us = [sequence.launched for sequence in claims.order], self._decoding_us(decoding, costs)
 
             def step_us(extra: int) -> float:
-                pairs = sum(map(_query_key_pairs, starts, claims.shares(extra)))
+                pairs = sum(
+                    costs.pairs(start, 1 + more) for start, more in zip(starts, claims.shares(extra), strict=True)
+                )
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
-            fitting = bisect_right(range(min_rows, rows + 1), gap_us, key=step_us)
+            fitting, most = bisect_right(range(min_rows, rows + 1), gap_us, key=step_us), rows
             rows = min_rows + max(0, fitting - 1)
+            self._bound_by_time = rows < most
             self.planned_us = step_us(rows) if costs is self._config.costs else 0.0
         return dict(zip(claims.order, claims.shares(rows), strict=True))
+
+    def sitting_out(self, sequences: Items[Sequence], extra: dict[Sequence, int]) -> set[Sequence]:
+        """Decodes that are to leave their rows of a step of these, in which prompts have so much extra, to prompts of
+        accounts far behind theirs; the rest is then shared out anew. One goes on, so that the step stays as short as
+        one beside decodes has to be."""
+        short = {
+            sequence: sequence.pending - 1 - rows
+            for sequence, rows in extra.items()
+            if sequence.pending > 1 + rows and (self._bound_by_time or sequence.computed > sequence.cached_tokens)
+        }
+        if not short:
+            return set()
+        level = min(sequence.account_queue.level for sequence in short) + _FAR
+        ahead = [each for each in sequences if each.decoding and each.account_queue.level > level]
+        if not ahead:
+            return set()
+        highest = max(sequence.account_queue.level for sequence in ahead) - _FAR
+        rows = sum(count for sequence, count in short.items() if sequence.account_queue.level < highest)
+        return self.time.take_turns(ahead, min(rows, len(ahead) - 1))
 
     @property
     def _gap_us(self) -> float:
@@ -124,7 +154,8 @@ class TokenBudget:
 
     def _decoding_us(self, decoding: Items[Sequence], costs: CostModel) -> float:
         """What decoding sequences read."""
-        return max(0.0, sum(sequence.launched + 1 for sequence in decoding) * costs.key_us - self.saved_us)
+        keys = sum(costs.seen(sequence.launched + 1) for sequence in decoding)
+        return max(0.0, keys * costs.key_us - self.saved_us)
 
     def _max_step_rows(self, decoding: bool) -> int:
         return min(self.max_rows, self._config.step_tokens if decoding else self._config.prompt_step_tokens)
@@ -152,13 +183,6 @@ class _Claims:
             for requested, part in zip(self._requested, parts, strict=True)
             for share in _prompt_shares(requested, part)
         ]
-
-
-def _query_key_pairs(start: int, extra: int) -> int:
-    """How many pairs of query and key there are in the rows from `start` on, one and `extra` more; a row meets its own
-    key too."""
-    rows = 1 + extra
-    return rows * start + rows * (rows + 1) // 2
 
 
 def _prompt_shares(requested: list[int], rows: int) -> list[int]:

@@ -16,9 +16,10 @@ from typing import Final
 
 from engine.protocol.frames import Reject
 from engine.protocol.types import RejectReason
-from engine.scheduling.fair_queue import AccountQueue, FairQueue
-from engine.scheduling.sequence import Sequence, SequenceState
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.fair_queue import AccountQueue, FairQueue
+from engine.sequences.prompt_images import ImageOrders
+from engine.sequences.sequence import FetchState, Sequence, SequenceState
+from engine.sequences.validation import SubmitRejected
 
 PASSES_MAX: Final = 16  # later sequences of its account that may start before one that could start too
 RETRY_MS_MIN: Final = 250
@@ -33,8 +34,10 @@ class WaitingQueue:
     sequences    all that arrived and have not ended, by owner and id, in the order of their arrival.
     live         live sequences that wait,
     best_effort  and background sequences that do.
+    fetching     waiting sequences that have blocks on their way from disk.
     live_tokens  known tokens of waiting live sequences that no step computes yet.
     estimator    how fast work is done while live sequences wait.
+    images       of all of these sequences.
     counters     of requests: refused_…, expired_… and displaced_requests; of sequences: started, prompt_tokens,
                  waited_ms.
     """
@@ -47,6 +50,7 @@ class WaitingQueue:
         self.sequences: dict[tuple[int, int], Sequence] = {}
         self.live: FairQueue[Sequence] = FairQueue(start_order_of)
         self.best_effort: FairQueue[Sequence] = FairQueue(start_order_of)
+        self.fetching: dict[Sequence, None] = {}
         self.live_tokens = 0
         self.estimator = WaitEstimator()
         self.counters: Counter[str] = Counter()
@@ -57,6 +61,7 @@ class WaitingQueue:
         self._waited_ms = 0.0  # by the live sequence that started last
         self._starts = 0
         self._secret_ended = False
+        self.images = ImageOrders()
 
     # Coming and going
 
@@ -69,6 +74,7 @@ class WaitingQueue:
         """Queues the choices of one request, all or none, whose ids are not in use. Raises SubmitRejected: the queue is
         full, or the request would wait for longer than it may."""
         first = sequences[0]
+        self.images.refuse_too_many(first)
         queue = self.queue_of(first)
         account = queue.account_queue(first.account, first.terms)
         if first.deadline_s < math.inf:
@@ -83,6 +89,7 @@ class WaitingQueue:
             self.sequences[sequence.owner, sequence.id] = sequence
             queue.push(account, sequence, self._work(sequence))
             self._count(sequence, 1)
+        self.images.hold(sequences)
         if first.compilation is not None:
             self._compiling |= dict.fromkeys(sequences)
         if first.deadline_s < math.inf:
@@ -94,7 +101,7 @@ class WaitingQueue:
         waiting = sequence.account_queue.waiting
         if sequence in waiting:
             for earlier in takewhile(lambda other: other is not sequence, waiting):
-                earlier.passed += earlier.compilation is None
+                earlier.passed += not earlier.awaited
         sequence.state = SequenceState.RUNNING
         self.queue_of(sequence).start(sequence.account_queue, sequence)
 
@@ -124,7 +131,9 @@ class WaitingQueue:
         if sequence.compilation is not None:
             sequence.compilation = None
             del self._compiling[sequence]
+        self.fetching.pop(sequence, None)
         sequence.state = SequenceState.ENDED
+        self.images.end(sequence)
         self._secret_ended |= sequence.terms.erase
         del self.sequences[sequence.owner, sequence.id]
 
@@ -153,7 +162,7 @@ class WaitingQueue:
             if compilation is None or not compilation.done:  # None: it was rejected with a choice before it
                 continue
             try:
-                sequence.matcher = compilation.new_matcher(sequence.stop_ids)
+                sequence.matcher = compilation.new_matcher(sequence.stop_ids, sequence.tokens[sequence.prompt_tokens :])
                 sequence.compilation = None
                 del self._compiling[sequence]
             except SubmitRejected as refused:
@@ -171,9 +180,9 @@ class WaitingQueue:
 
     @property
     def live_contended(self) -> bool:
-        """Whether live sequences wait for their turn, and not for a grammar alone."""
-        compiling = sum(not sequence.background for sequence in self._compiling) if self._compiling else 0
-        return bool(self.live.eligible) and len(self.live) > compiling
+        """Whether live sequences wait for their turn, and not for a grammar or a disk alone."""
+        awaited = self._compiling | self.fetching if self._compiling or self.fetching else {}
+        return bool(self.live.eligible) and len(self.live) > sum(not sequence.background for sequence in awaited)
 
     def queue_of(self, sequence: Sequence) -> FairQueue[Sequence]:
         return self.best_effort if sequence.background else self.live
@@ -242,6 +251,7 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Every waiting sequence is in one queue, holds nothing, and is counted."""
+        self.images.check(list(self.sequences.values()))
         self.live.check()
         self.best_effort.check()
         waiting = [sequence for sequence in self.sequences.values() if sequence.state == SequenceState.WAITING]
@@ -256,6 +266,7 @@ class WaitingQueue:
         assert all(sequence.state != SequenceState.ENDED for sequence in self.sequences.values()), (
             "an ended one is still known"
         )
+        assert self.fetching.keys() == {each for each in waiting if each.fetch == FetchState.WAITING}
         assert self._compiling.keys() == {sequence for sequence in waiting if sequence.compilation is not None}
 
 

@@ -42,7 +42,7 @@ def sample_batch(logits_RV: Tensor, batch: StepBatch, masks_MW: Int32s | None = 
     alternatives_R = batch.sampling_R["logprobs"].tolist()
     reported = [row for row, count in enumerate(alternatives_R) if count >= 0]
     raw = {row: logits[row].copy() for row in reported}
-    touched = (np.diff(batch.bias_starts_R1) > 0) | (np.diff(batch.history_starts_R1) > 0)
+    touched = (np.diff(batch.bias_starts_R1) > 0) | (batch.histories_R3[:, 0] < batch.histories_R3[:, 1])
     for row in np.flatnonzero(touched).tolist():
         _add_biases(logits[row], batch, row)
         _penalise(logits[row], batch, row)
@@ -67,10 +67,10 @@ def _add_biases(logits_V: Floats, batch: StepBatch, row: int) -> None:
 
 def _penalise(logits_V: Floats, batch: StepBatch, row: int) -> None:
     """Applies penalties: repetition counts prompt and output, frequency and presence the output alone."""
-    first, last = batch.history_starts_R1[row], batch.history_starts_R1[row + 1]
+    first, last, prompt_tokens = batch.histories_R3[row].tolist()
     if first == last:
         return
-    prompt_tokens, ids = int(batch.history_H[first]), batch.history_H[first + 1 : last]
+    ids = batch.history_H[first:last]
     seen = np.unique(ids)
     settings, values = batch.sampling_R[row], logits_V[seen]
     repetition = settings["repetition_penalty"]

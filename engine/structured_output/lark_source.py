@@ -11,7 +11,7 @@ from typing import Any, Final
 from llguidance import regex_to_lark
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.validation import SubmitRejected
 
 SOURCE_BYTES_MAX: Final = {
     GrammarKind.JSON_SCHEMA: 32 << 10,

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from engine.log import log
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import FORCED_MAX, GrammarMatcher
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.sequence import FORCED_MAX, GrammarMatcher
+from engine.sequences.validation import SubmitRejected
 from engine.step.layout import Int32s
 from engine.structured_output.lark_source import to_lark
 from engine.structured_output.llguidance_backend import GrammarTokenizerError, open_matcher, open_tokenizer
@@ -35,7 +35,10 @@ from engine.structured_output.sandbox import GrammarSandbox, SandboxGone
 
 COMPILER_THREADS: Final = 2
 PENDING_PER_ACCOUNT_MAX: Final = 64  # of one account
-CACHED_MAX, CACHED_PER_ACCOUNT_MAX = 512, 16
+CACHED_PER_ACCOUNT_MAX: Final = 16
+CACHED_BYTES_MAX: Final = 128 << 20  # of all accounts' grammars, as far as their bytes can be told:
+_PARSER_BYTES, _SOURCE_BYTES = 150_000, 40  # a parser has so many, and for each byte of its source,
+_TOKEN_BYTES, _LEARNED_BYTES_MAX = 200, 2 << 20  # and a grammar learns so many with a token, most no more than that
 RECOMPILE_TOKENS: Final = 50_000  # a grammar's memory grows with its texts: after so many tokens it is compiled anew
 PARSERS_MAX: Final = 4  # of one grammar; matchers of one parser share what it learns, behind a lock
 PARSERS_S: Final = 0.02  # how long the parsers after the first one may take together
@@ -80,6 +83,13 @@ class LarkMatcher:
         if not problem and not self.finished and self._mean_us > 1e3 * TOKEN_MS_MAX:
             problem = _COSTLY.format(self._mean_us / 1e3, TOKEN_MS_MAX)
         return problem
+
+    def replay(self, given: Items[int]) -> str:
+        """Takes the tokens of a text that was begun elsewhere, some µs each, and returns what is wrong with them."""
+        for token in given:
+            if problem := self._take(token):
+                return problem
+        return "it has ended" if self.finished else ""
 
     def forced(self, tokens: "array[int]") -> list[int]:
         began, ids = time.thread_time(), list[int]()
@@ -150,16 +160,26 @@ class LarkCompilation:
         self._parsers: deque[llguidance.LLMatcher] = deque()
 
     @property
+    def bytes(self) -> int:
+        """About how much memory it takes: the library does not tell."""
+        source = len(self.grammar.source)
+        parsers = len(self._parsers) * (_PARSER_BYTES + _SOURCE_BYTES * source)
+        return source + parsers + min(self.tokens * _TOKEN_BYTES, _LEARNED_BYTES_MAX)
+
+    @property
     def tokenizer(self) -> llguidance.LLTokenizer:
         assert self._tokenizer is not None
         return self._tokenizer
 
-    def new_matcher(self, stop_ids: frozenset[int]) -> LarkMatcher:
+    def new_matcher(self, stop_ids: frozenset[int], given: Items[int] = ()) -> LarkMatcher:
         assert self.done
         if self._refusal is not None:
             raise SubmitRejected(*self._refusal)
         self._parsers.rotate()
-        return LarkMatcher(self, self._parsers[0].deep_copy(), stop_ids)
+        matcher = LarkMatcher(self, self._parsers[0].deep_copy(), stop_ids)
+        if given and (problem := matcher.replay(given)):
+            raise SubmitRejected(RejectReason.INVALID, f"the tokens given are no beginning of such a text: {problem}")
+        return matcher
 
     def refuse(self, reason: RejectReason, message: str) -> None:
         self._refusal, self.done = (reason, message), True
@@ -195,7 +215,7 @@ class StructuredOutputManager:
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._words = 0
         self._problem = ""
-        self._cache: dict[bytes, OrderedDict[Grammar, LarkCompilation]] = {}
+        self._cache: OrderedDict[bytes, OrderedDict[Grammar, LarkCompilation]] = OrderedDict()  # the last used last
         self._pending: OrderedDict[bytes, deque[LarkCompilation]] = OrderedDict()  # by account, the next in turn first
         self._compiling: set[bytes] = set()  # accounts
         self._changed = threading.Condition()
@@ -218,14 +238,20 @@ class StructuredOutputManager:
     def compile(self, grammar: Grammar, account: bytes, cache: bool) -> LarkCompilation:
         """A compilation that is done, if it is cached, or will be. Without `cache` nothing of it is found later."""
         self.wait_ready()
-        cached = self._cache.setdefault(account, OrderedDict()) if cache and account else OrderedDict()
+        cached: OrderedDict[Grammar, LarkCompilation] = OrderedDict()
+        if cache and account:
+            cached = self._cache.setdefault(account, cached)
+            self._cache.move_to_end(account)
         compilation = cached.get(grammar)
         if compilation is not None and not compilation.needs_recompile and compilation.tokens < RECOMPILE_TOKENS:
             cached.move_to_end(grammar)
+            self._evict(compilation)
             return compilation
         compilation = cached[grammar] = LarkCompilation(self._tokenizer, grammar, account)
         cached.move_to_end(grammar)
-        self._evict(cached)
+        if len(cached) > CACHED_PER_ACCOUNT_MAX:
+            cached.popitem(last=False)
+        self._evict(compilation)
         if self._problem:
             compilation.refuse(RejectReason.GRAMMAR, self._problem)
         else:
@@ -296,15 +322,23 @@ class StructuredOutputManager:
         self.bell.close()
         self._bell_writer.close()
 
-    def _evict(self, cached: "OrderedDict[Grammar, LarkCompilation]") -> None:
-        """Evicts the least recently used grammar: of the account itself, then of the account that has most."""
-        if len(cached) > CACHED_PER_ACCOUNT_MAX:
-            cached.popitem(last=False)
-        if sum(map(len, self._cache.values())) > CACHED_MAX:
-            account = max(self._cache, key=lambda each: len(self._cache[each]))
-            self._cache[account].popitem(last=False)
-            if not self._cache[account]:
-                del self._cache[account]
+    def _evict(self, asked: LarkCompilation) -> None:
+        """Evicts grammars until the bytes of all are within their limit, but never what is asked for: of the accounts
+        that have more than their equal part those of the least recently used. What was learned meanwhile counts."""
+        sizes = {account: sum(each.bytes for each in cached.values()) for account, cached in self._cache.items()}
+        total = sum(sizes.values())
+        for equal in (True, False):  # then of any account, where what is asked for is most of all
+            for account in [*self._cache]:
+                cached = self._cache[account]
+                while cached and total > CACHED_BYTES_MAX and (not equal or sizes[account] * len(self._cache) >= total):
+                    grammar, oldest = next(iter(cached.items()))
+                    if oldest is asked:
+                        break
+                    del cached[grammar]
+                    total -= oldest.bytes
+                    sizes[account] -= oldest.bytes
+                if not cached:
+                    del self._cache[account]
 
     def _queue(self, compilation: LarkCompilation) -> None:
         with self._changed:
@@ -329,20 +363,28 @@ class StructuredOutputManager:
         self._opened.wait()
         if self._problem:
             return
-        sandbox = self._open_sandbox(folder)
+        sandbox: GrammarSandbox | None = None
+        with contextlib.suppress(SandboxGone):
+            sandbox = self._open_sandbox(folder)
         while (compilation := self._next()) is not None:
             for tries_left in (1, 0):  # the grammar before may have ended the process
                 try:
+                    sandbox = sandbox or self._open_sandbox(folder)
                     compilation.compile(sandbox)
                 except SubmitRejected as refused:
                     compilation.refuse(refused.reason, refused.message)
                 except SandboxGone as error:
                     log("grammar_trial_ended", error=str(error))
-                    sandbox.end()
-                    self._sandboxes.remove(sandbox)
-                    sandbox = self._open_sandbox(folder)
+                    if sandbox is not None:
+                        sandbox.end()
+                        self._sandboxes.remove(sandbox)
+                        sandbox = None
                     if tries_left:
                         continue
+                    compilation.needs_recompile = True
+                    compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
+                except BaseException as error:  # a bug, or the library's panic, which is no Exception
+                    log("grammar_not_compiled", level="error", error=repr(error)[:200])
                     compilation.needs_recompile = True
                     compilation.refuse(RejectReason.BUSY, _UNAVAILABLE)
                 break
@@ -351,10 +393,15 @@ class StructuredOutputManager:
                 self._changed.notify()
             with contextlib.suppress(BlockingIOError):  # it is full: it is readable already
                 self._bell_writer.send(b"!")
-        sandbox.end()
+        if sandbox is not None:
+            sandbox.end()
 
     def _open_sandbox(self, folder: Path) -> GrammarSandbox:
-        sandbox = GrammarSandbox(folder)
+        """Raises SandboxGone where the host has no room for it."""
+        try:
+            sandbox = GrammarSandbox(folder)
+        except OSError as error:
+            raise SandboxGone(str(error)) from error
         self._sandboxes.append(sandbox)
         return sandbox
 

@@ -21,6 +21,7 @@ __all__ = ["Checkpoint", "CheckpointError", "StoredTensor"]
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
 _COUNTS: Final = ("I64",)  # positions that some encoders' files carry, never a weight
+_PACKED: Final = ("U8", "F8_E4M3")  # where config.json says what they are
 _SMALL_BYTES: Final = 64 << 20  # checkpoints up to this size are digested whole
 _SAMPLE_BYTES: Final = 4096
 
@@ -44,20 +45,21 @@ class Checkpoint:
 
     def require(self, table: Iterable[ParameterEntry], is_unused: Callable[[str], bool]) -> None:
         """Raises CheckpointError unless the tensors are exactly the table's, apart from names that `is_unused`."""
-        shapes = {source.name: source.shape for entry in table for source in entry.sources}
-        missing = [name for name in shapes if name not in self.tensors]
-        extra = [name for name in self.tensors if name not in shapes and not is_unused(name)]
-        required = {name: self.tensors[name] for name in shapes if name in self.tensors}
+        forms = {form.name: form for entry in table for source in entry.sources for form in source.stored}
+        missing = [name for name in forms if name not in self.tensors]
+        extra = [name for name in self.tensors if name not in forms and not is_unused(name)]
+        required = {name: self.tensors[name] for name in forms if name in self.tensors}
         wrong = [
-            f"{name} is {list(stored.shape)}, config.json means {list(shapes[name])}"
+            f"{name} is {list(stored.shape)}, config.json means {list(forms[name].shapes[0])}"
             for name, stored in required.items()
-            if stored.shape != shapes[name]
+            if stored.shape not in forms[name].shapes
         ]
-        wrong += [
-            f"{name} has dtype {stored.dtype}; {', '.join(ITEM_BYTES)} are supported"
-            for name, stored in required.items()
-            if stored.dtype not in (*ITEM_BYTES, BF12)
-        ]
+        for name, stored in required.items():
+            if stored.dtype not in (forms[name].dtypes or (*ITEM_BYTES, BF12)):
+                meant = ", ".join(forms[name].dtypes or ITEM_BYTES)
+                wrong.append(
+                    f"{name} has dtype {stored.dtype}; {meant} {'is' if ',' not in meant else 'are'} supported"
+                )
         for problem, names in (("lacks", missing), ("has tensors that the model has no place for:", extra)):
             if names:
                 raise CheckpointError(f"{self.folder} {problem} {abbreviate_names(names)}")
@@ -121,6 +123,6 @@ def _read(path: Path) -> dict[str, StoredTensor]:
     compressed = read_compressed(path, header)
     tensors = tensors_in(path, header) if compressed is None else compressed.tensors
     for name, tensor in tensors.items():
-        if tensor.bf12 is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS):
+        if tensor.bf12 is None and tensor.dtype not in (*ITEM_BYTES, *_COUNTS, *_PACKED):
             raise CheckpointError(f"{path}: {name} has dtype {tensor.dtype}; {', '.join(ITEM_BYTES)} are supported")
     return tensors

@@ -1,5 +1,5 @@
-"""How each parameter lies on its device: as it is, or in 12 bits a number. Decided from the name table, headers, dtype
-and device, before any weight is read. A format says which tensors there will be; it knows no maths, which is the
+"""How each parameter lies on its device: as it is, or in 12 or 8 bits a number. Decided from the name table, headers,
+dtype and device, before any weight is read. A format says which tensors there will be; it knows no maths, which is the
 business of the linear layer that takes its tensors (assembly.py).
 """
 
@@ -10,9 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.bf12.codec import Escapes, index_escapes
+from engine.bf12 import shard
+from engine.bf12.codec import EscapeIndex, Escapes, index_escapes
 from engine.bf12.layout import GROUP_OUTPUTS, words_of
+from engine.models.quantization import SCALE_BLOCK
+from engine.models.sharding import ParameterShard
 from engine.models.weight_names import ParameterEntry
+from engine.weights import fp8
 from engine.weights.tensor_index import StoredTensor, bf12_escapes
 
 TensorShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -44,10 +48,22 @@ class PlainFormat:
     def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
         """Fills the tensors beside the main one, of which there are none: escapes are numbers among the others."""
 
+    def cut(self, part: ParameterShard) -> "PlainFormat":
+        """The format of one rank's part."""
+        rest = self.shape[1:] if part.columns is None else (len(part.columns),)
+        return PlainFormat(torch.Size((sum(map(len, part.rows)), *rest)), self.dtype)
+
+    def write_part(
+        self, parameter: str, whole: Mapping[str, Tensor], part: ParameterShard, own: Mapping[str, Tensor]
+    ) -> None:
+        """Fills a part's tensors from those of the whole, which has this format."""
+        _copy_part(whole[parameter], part, own[parameter])
+
 
 @dataclass(frozen=True, slots=True)
 class Bf12Format:
-    """A codec.Bf12Weight: words, and an index of what they leave out. Its methods are PlainFormat's."""
+    """A codec.Bf12Weight: words, and an index of what they leave out, with room for so many escapes. Its methods are
+    PlainFormat's."""
 
     outputs: int
     inputs: int
@@ -73,29 +89,122 @@ class Bf12Format:
 
     def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
         """Fills the tensors beside the words. `escapes` are those of the sources, which are stored as bf12."""
-        index = index_escapes(escapes)
+        self._write(parameter, tensors, index_escapes(escapes))
+
+    def cut(self, part: ParameterShard) -> "Bf12Format | None":
+        """As PlainFormat.cut; None where the code of a part is not a part of the code. How many of the escapes are the
+        part's is not known from headers: it has room for all of them, which are few."""
+        if not shard.can_cut(self.inputs, part.rows, part.columns):
+            return None
+        inputs = self.inputs if part.columns is None else len(part.columns)
+        return Bf12Format(sum(map(len, part.rows)), inputs, self.escapes)
+
+    def write_part(
+        self, parameter: str, whole: Mapping[str, Tensor], part: ParameterShard, own: Mapping[str, Tensor]
+    ) -> None:
+        words = ParameterShard(part.rows, shard.word_columns(part.columns))
+        _copy_part(whole[parameter + WORDS], words, own[parameter + WORDS])
+        index = EscapeIndex(*(whole[parameter + name] for name in (SCALES, FIRSTS, PLACES, VALUES)))
+        self._write(parameter, own, shard.cut_index(index, part.rows, part.columns))
+
+    def _write(self, parameter: str, tensors: Mapping[str, Tensor], index: EscapeIndex) -> None:
         tensors[parameter + SCALES].copy_(index.scales_N)
         tensors[parameter + FIRSTS].copy_(index.firsts_G)
-        tensors[parameter + PLACES].copy_(index.places_E)
-        tensors[parameter + VALUES].copy_(index.values_E)
+        for name, values in ((PLACES, index.places_E), (VALUES, index.values_E)):
+            target = tensors[parameter + name]
+            target[: len(values)].copy_(values)
+            target[len(values) :].zero_()
 
 
-WeightFormat = PlainFormat | Bf12Format
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Numbers in 8 bits (fp8.py): one tensor of them, and one of float32 factors, [outputs, blocks of 128 inputs or 1].
+    Its methods are PlainFormat's."""
+
+    outputs: int
+    inputs: int
+    blocks: int
+    is_bf12 = False
+
+    @property
+    def numbers(self) -> int:
+        return self.outputs * self.inputs
+
+    def tensors(self, parameter: str) -> TensorShapes:
+        return {
+            parameter: (torch.Size((self.outputs, self.inputs)), fp8.DTYPE),
+            parameter + SCALES: (torch.Size((self.outputs, self.blocks)), torch.float32),
+        }
+
+    def main_tensor(self, parameter: str) -> str:
+        return parameter
+
+    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """Does nothing: load.py writes the factors, which it has read."""
+
+    def cut(self, part: ParameterShard) -> "Fp8Format | None":
+        """As PlainFormat.cut; None where a part's inputs are not whole blocks, of which each has a factor."""
+        outputs, columns = sum(map(len, part.rows)), part.columns
+        if columns is None or self.blocks == 1:
+            return Fp8Format(outputs, self.inputs if columns is None else len(columns), self.blocks)
+        if columns.start % SCALE_BLOCK or len(columns) % SCALE_BLOCK:
+            return None
+        return Fp8Format(outputs, len(columns), len(columns) // SCALE_BLOCK)
+
+    def write_part(
+        self, parameter: str, whole: Mapping[str, Tensor], part: ParameterShard, own: Mapping[str, Tensor]
+    ) -> None:
+        columns = part.columns
+        if columns is not None:
+            blocks = range(columns.start // SCALE_BLOCK, columns.stop // SCALE_BLOCK)
+            columns = blocks if self.blocks > 1 else None
+        _copy_part(whole[parameter], part, own[parameter])
+        _copy_part(whole[parameter + SCALES], ParameterShard(part.rows, columns), own[parameter + SCALES])
+
+
+WeightFormat = PlainFormat | Bf12Format | Fp8Format
 WeightFormats = Mapping[str, WeightFormat]  # by parameter
 
 
 def plain_formats(table: Iterable[ParameterEntry], dtype: torch.dtype) -> dict[str, WeightFormat]:
-    """Every parameter as it is: norms in float32, the rest in `dtype`."""
+    """Every parameter as it is: norms and sinks in float32, the rest in `dtype`."""
     return {entry.parameter: _plain(entry, dtype) for entry in table}
+
+
+def formats_to_cut(
+    formats: WeightFormats, parts: Mapping[str, ParameterShard], dtype: torch.dtype
+) -> dict[str, WeightFormat]:
+    """How whole parameters are read that are then cut: as they are to be, or in `dtype` where a part cannot."""
+    return {
+        parameter: formats[parameter]
+        if formats[parameter].cut(part) is not None
+        else _expanded(formats[parameter], dtype)
+        for parameter, part in parts.items()
+    }
+
+
+def shard_formats(formats: WeightFormats, parts: Mapping[str, ParameterShard]) -> dict[str, WeightFormat]:
+    """The formats of what is one rank's, where those of the whole are `formats_to_cut`."""
+    shards: dict[str, WeightFormat] = {}
+    for parameter, part in parts.items():
+        own = formats[parameter].cut(part)
+        assert own is not None
+        shards[parameter] = own
+    return shards
 
 
 def select_formats(
     table: Iterable[ParameterEntry], stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device
 ) -> dict[str, WeightFormat]:
-    """`stored` has all sources of the table. Only GPUs multiply by words, and only in bfloat16: elsewhere bf12 is
-    expanded while it is loaded."""
+    """`stored` has all sources of the table. Only GPUs multiply by words, and only in bfloat16, or by 8 bits a number,
+    from Ada on: elsewhere both are expanded while they are loaded."""
     multiplies = device.type == "cuda" and dtype is torch.bfloat16
-    return {entry.parameter: (_bf12(entry, stored) if multiplies else None) or _plain(entry, dtype) for entry in table}
+    keeps_fp8 = multiplies and fp8.are_kept(device)
+    formats: dict[str, WeightFormat] = {}
+    for entry in table:
+        packed = _bf12(entry, stored) if multiplies else None
+        formats[entry.parameter] = packed or (_fp8(entry) if keeps_fp8 else None) or _plain(entry, dtype)
+    return formats
 
 
 def tensor_shapes(formats: WeightFormats) -> TensorShapes:
@@ -129,10 +238,34 @@ def is_norm(entry: ParameterEntry) -> bool:
     return entry.parameter.endswith("norm")
 
 
+def _copy_part(whole: Tensor, part: ParameterShard, own: Tensor) -> None:
+    first = 0
+    for rows in part.rows:
+        taken = whole[rows.start : rows.stop]
+        taken = taken if part.columns is None else taken[:, part.columns.start : part.columns.stop]
+        own[first : first + len(rows)].copy_(taken)
+        first += len(rows)
+
+
+def _expanded(format_: WeightFormat, dtype: torch.dtype) -> PlainFormat:
+    assert not isinstance(format_, PlainFormat)
+    return PlainFormat(torch.Size((format_.outputs, format_.inputs)), dtype)
+
+
 def _plain(entry: ParameterEntry, dtype: torch.dtype) -> PlainFormat:
-    outputs = sum(source.shape[0] for source in entry.sources)
-    shape = torch.Size((outputs, *entry.sources[0].shape[1:]))
-    return PlainFormat(shape, torch.float32 if is_norm(entry) else dtype)
+    outputs = sum(source.placed[0] for source in entry.sources)
+    shape = torch.Size((outputs, *entry.sources[0].placed[1:]))
+    exact = is_norm(entry) or entry.parameter.endswith(("sinks", "choice_bias"))
+    return PlainFormat(shape, torch.float32 if exact else dtype)
+
+
+def _fp8(entry: ParameterEntry) -> Fp8Format | None:
+    if not all(source.is_fp8 for source in entry.sources):
+        return None
+    outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
+    scales = entry.sources[0].scales
+    assert scales is not None
+    return Fp8Format(outputs, inputs, fp8.blocks_of(scales.shapes[0]))
 
 
 def _bf12(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> Bf12Format | None:

@@ -5,17 +5,19 @@ It follows the name table and knows no architecture beyond it. streaming.py brin
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from engine.models.weight_names import ParameterEntry
+from engine.models.parameter_entries import ExpertStack, ParameterEntry, TensorSource
+from engine.models.sharding import ParameterShard
+from engine.weights import fp8
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.formats import WeightFormats, allocate, bf12_formats_bytes, formats_bytes
-from engine.weights.pieces import plain_pieces, read_matrices
+from engine.weights.formats import SCALES, Fp8Format, WeightFormats, allocate, bf12_formats_bytes, formats_bytes
+from engine.weights.pieces import fp8_pieces, mxfp4_pieces, part_pieces, plain_pieces, read_matrices, read_small
 from engine.weights.progress import ProgressBar
 from engine.weights.random import random_revision
 from engine.weights.streaming import FilePiece, stream_pieces
@@ -28,11 +30,17 @@ Loaded = TypeVar("Loaded")
 
 
 class TensorLoad(NamedTuple):
-    """One tensor of the checkpoint and the rows of a parameter that it becomes, numbers or words."""
+    """One tensor of the checkpoint and the rows of a parameter that it becomes, numbers or words; of a `part` where
+    only some of it is taken."""
 
-    name: str
+    source: TensorSource
     stored: StoredTensor
     rows: Tensor
+    part: ParameterShard | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
 
 
 class ModelFiles:
@@ -82,17 +90,67 @@ def load_tensors(
     reader that unpacks or expands words. Raises CheckpointError where files change while they are read, are not as they
     were written, or have a value that is not finite.
     """
-    started = time.monotonic()
     tensors = allocate(formats, device) if into is None else into
-    loads = _loads(checkpoint, table, formats, tensors)
+    _fill(checkpoint, _loads(checkpoint, table, formats, tensors), table, formats, tensors, device, beat)
+    return tensors
+
+
+def load_shard(
+    checkpoint: Checkpoint, table: list[ParameterEntry], own: list[ParameterEntry], parts: Mapping[str, ParameterShard],
+    formats: WeightFormats, device: torch.device, beat: Callable[[], None], into: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """As `load_tensors`, the parts of one rank, where sources are weights as they are. `own` says what becomes of rows,
+    `formats` are the parts'. Rows that are not its own are not read; of a matrix that is cut along its inputs each row
+    is."""
+    tensors = allocate(formats, device) if into is None else into
+    loads = []
+    for entry in table:
+        part, target, first = parts[entry.parameter], tensors[entry.parameter], 0
+        for run in part.rows:
+            source, start = _source_at(entry, run.start)
+            rows = target[first : first + len(run)]
+            within = ParameterShard((range(run.start - start, run.stop - start),), part.columns)
+            loads.append(TensorLoad(source, checkpoint.tensors[source.name], rows, within))
+            first += len(run)
+    _fill(checkpoint, loads, own, formats, tensors, device, beat)
+    return tensors
+
+
+def _source_at(entry: ParameterEntry, row: int) -> tuple[TensorSource, int]:
+    """The source that has a row of a parameter, and the parameter's row that it begins with."""
+    first = 0
+    for source in entry.sources:
+        if row < first + source.placed[0]:
+            return source, first
+        first += source.placed[0]
+    raise AssertionError(f"{entry.parameter} has no row {row}")
+
+
+def _fill(
+    checkpoint: Checkpoint, loads: list[TensorLoad], table: list[ParameterEntry], formats: WeightFormats,
+    tensors: dict[str, Tensor], device: torch.device, beat: Callable[[], None],
+) -> None:  # fmt: skip
+    started = time.monotonic()
     matrices = read_matrices({load.name: load.stored for load in loads if load.stored.bf12 is not None}, beat)
     for name, matrix in matrices.items():
         if count := int((~matrix.escapes.values_E.isfinite()).sum()):
             path = matrix.stored.path
             raise CheckpointError(f"{path}: {name} has {count} values that are not finite: the file is damaged")
+    packed = {load.name: load.source.scales.name for load in loads if load.source.scales is not None}
+    scales = read_small({name: checkpoint.tensors[own] for name, own in packed.items()}, beat)
     pieces: list[FilePiece] = []
     for load in loads:
-        pieces += matrices[load.name].pieces(load.rows) if load.name in matrices else plain_pieces(*load)
+        if load.part is not None:
+            pieces += part_pieces(load.name, load.stored, load.rows, load.part.rows[0], load.part.columns)
+        elif load.name in matrices:
+            pieces += matrices[load.name].pieces(load.rows)
+        elif load.source.is_mxfp4:
+            pieces += mxfp4_pieces(load.name, load.stored, scales[load.name], load.rows)
+        elif load.source.is_fp8 and load.rows.dtype is not fp8.DTYPE:
+            own = fp8.output_scales(scales[load.name], load.source.shape[0])
+            pieces += fp8_pieces(load.name, load.stored, own, load.rows)
+        else:
+            pieces += plain_pieces(load.name, load.stored, load.rows)
     with ProgressBar("loading", sum(piece.bytes for piece in pieces)) as progress:
 
         def on_bytes(count: int) -> None:
@@ -103,12 +161,17 @@ def load_tensors(
     for entry in table:
         escapes = [matrices[source.name].escapes for source in entry.sources if source.name in matrices]
         formats[entry.parameter].write_index(entry.parameter, tensors, escapes)
-    _require_finite([load for load in loads if load.rows.is_floating_point()])
+        if isinstance(formats[entry.parameter], Fp8Format):
+            own_scales = [fp8.output_scales(scales[source.name], source.shape[0]) for source in entry.sources]
+            tensors[entry.parameter + SCALES].copy_(torch.cat(own_scales))
+    _require_sound(scales, packed, loads)
+    _require_finite([load for load in loads if load.rows.is_floating_point() and load.rows.dtype is not fp8.DTYPE])
+    for entry in table:
+        _finish(entry, tensors)
     beat()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what converted on the way
     _log_load(loads, formats, device, time.monotonic() - started)
-    return tensors
 
 
 def _loads(
@@ -118,10 +181,35 @@ def _loads(
     for entry in table:
         target, first = tensors[formats[entry.parameter].main_tensor(entry.parameter)], 0
         for source in entry.sources:
-            rows = target[first : first + source.shape[0]]
-            loads.append(TensorLoad(source.name, checkpoint.tensors[source.name], rows))
-            first += source.shape[0]
+            rows = target[first : first + source.placed[0]]
+            loads.append(TensorLoad(source, checkpoint.tensors[source.name], rows))
+            first += source.placed[0]
     return loads
+
+
+def _finish(entry: ParameterEntry, tensors: dict[str, Tensor]) -> None:
+    """Does to a parameter whose numbers are all there what its entry says. It takes the parameter's memory once more
+    where rows change places."""
+    for source in entry.sources:
+        if source.stack is not None:
+            _place_experts(source, source.stack, tensors[entry.parameter])
+    if entry.order is not None:
+        for name in (entry.parameter, entry.parameter + SCALES):
+            if name in tensors:
+                rows = tensors[name].view(torch.uint8) if tensors[name].dtype is fp8.DTYPE else tensors[name]
+                rows.copy_(rows[torch.tensor(entry.order.rows(len(rows)), device=rows.device)])
+    if entry.offset:
+        tensors[entry.parameter].add_(entry.offset)
+
+
+def _place_experts(source: TensorSource, stack: ExpertStack, tensor: Tensor) -> None:
+    """Turns each expert where it lies, and puts gates above ups. It takes an expert's memory once more."""
+    experts, outputs = source.shape[0], source.placed[0] // source.shape[0]
+    for own in tensor.view(experts, outputs, *tensor.shape[1:]):
+        if stack.transposed:
+            own.copy_(own.view(-1, outputs).T.contiguous())
+        if stack.interleaved:
+            own.copy_(torch.cat((own[::2], own[1::2])))
 
 
 def _log_load(loads: list[TensorLoad], formats: WeightFormats, device: torch.device, seconds: float) -> None:
@@ -133,8 +221,20 @@ def _log_load(loads: list[TensorLoad], formats: WeightFormats, device: torch.dev
     )  # fmt: skip
 
 
+def _require_sound(scales: Mapping[str, Tensor], names: Mapping[str, str], loads: list[TensorLoad]) -> None:
+    """Raises CheckpointError for factors, or numbers in 8 bits, that have no value."""
+    for load in loads:
+        if load.rows.dtype is fp8.DTYPE and (count := fp8.count_not_finite(load.rows)):
+            raise CheckpointError(f"{load.stored.path}: {load.name} has {count} values that are no numbers")
+        own = scales.get(load.name)
+        if own is not None and own.is_floating_point() and not bool(own.isfinite().all()):
+            raise CheckpointError(f"{load.stored.path}: {names[load.name]} has factors that are not finite")
+
+
 def _require_finite(loads: list[TensorLoad]) -> None:
     """NaN and infinity show in the smallest or the largest value, which are found without writing memory."""
+    if not loads:
+        return
     bounds = torch.stack([bound.float() for load in loads for bound in torch.aminmax(load.rows)])
     finite = bounds.view(-1, 2).isfinite().all(1).tolist()
     for load, good in zip(loads, finite, strict=True):

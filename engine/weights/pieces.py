@@ -2,8 +2,10 @@
 their escapes, and where their compressed high words lie. These are small, and read first.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -13,12 +15,23 @@ from engine.bf12 import layout
 from engine.bf12.codec import Escapes
 from engine.bf12.layout import ZEROS, words_of
 from engine.bf12.metadata import ALIGNED_BYTES, PIECE_BYTES, Plane, piece_rows
-from engine.weights.streaming import Bf12Rows, FilePiece, split_pieces, stream_pieces
+from engine.weights import fp8, mxfp4
+from engine.weights.streaming import (
+    SLAB_BYTES,
+    Bf12Rows,
+    ColumnRange,
+    FilePiece,
+    PackedNumbers,
+    column_pieces,
+    split_pieces,
+    stream_pieces,
+)
 from engine.weights.tensor_index import CheckpointError, StoredTensor
 
 _CPU: Final = torch.device("cpu")
 _DTYPES: Final = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 
 
@@ -54,18 +67,67 @@ def plain_pieces(name: str, stored: StoredTensor, target: Tensor) -> Iterator[Fi
     return split_pieces(name, stored.path, stored.first, _DTYPES[stored.dtype], target, stored.sums)
 
 
-def read_matrices(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) -> dict[str, StoredMatrix]:
-    """Reads what bf12 tensors have beside their words. Raises CheckpointError."""
-    small: dict[str, Tensor] = {}
-    pieces: list[FilePiece] = []
-    for name, tensor in stored.items():
-        assert tensor.bf12 is not None
-        for suffix, plane in tensor.bf12.items():
-            if suffix != Plane.HIGH:
-                small[name + suffix] = torch.empty(plane.shape, dtype=_DTYPES[plane.dtype])
-                pieces += plain_pieces(name + suffix, plane, small[name + suffix])
+def part_pieces(
+    name: str, stored: StoredTensor, target: Tensor, rows: range, columns: range | None
+) -> Iterator[FilePiece]:
+    """The pieces of some rows of a tensor as it is, and of some of their columns. Sums are compared of whole tensors
+    alone."""
+    dtype = _DTYPES[stored.dtype]
+    first = stored.first + rows.start * math.prod(stored.shape[1:]) * dtype.itemsize
+    if columns is None:
+        sums = stored.sums if len(rows) == stored.shape[0] else None
+        return split_pieces(name, stored.path, first, dtype, target, sums)
+    return column_pieces(name, stored.path, first, dtype, target, ColumnRange(stored.shape[1], columns))
+
+
+def mxfp4_pieces(name: str, stored: StoredTensor, exponents: Tensor, target: Tensor) -> Iterator[FilePiece]:
+    """The pieces of a tensor of pairs of 4 bits. `exponents`, uint8, lie as in the file; `target` is contiguous."""
+    flat, exponents_B = target.view(-1, mxfp4.BLOCK), exponents.view(-1)
+    blocks = SLAB_BYTES // mxfp4.BLOCK_BYTES
+    for first in range(0, len(flat), blocks):
+        into, own = flat[first : first + blocks], exponents_B[first : first + blocks]
+        packed = PackedNumbers(own.numel() * mxfp4.BLOCK_BYTES, partial(_expand_mxfp4, own, into.dtype))
+        yield FilePiece(
+            name, stored.path, stored.first + first * mxfp4.BLOCK_BYTES, torch.uint8, into.view(-1), packed=packed
+        )
+
+
+def _expand_mxfp4(exponents_B: Tensor, dtype: torch.dtype, bytes_N: Tensor) -> Tensor:
+    return mxfp4.expand(bytes_N.view(-1, mxfp4.BLOCK_BYTES), exponents_B.to(bytes_N.device), dtype).view(-1)
+
+
+def fp8_pieces(name: str, stored: StoredTensor, scales_NB: Tensor, target_NK: Tensor) -> Iterator[FilePiece]:
+    """The pieces of a tensor of 8 bits a number that becomes numbers of another dtype."""
+    outputs, inputs = target_NK.shape
+    together = max(1, SLAB_BYTES // inputs)
+    for first in range(0, outputs, together):
+        into, own = target_NK[first : first + together], scales_NB[first : first + together]
+        packed = PackedNumbers(into.numel(), partial(_expand_fp8, own, into.dtype))
+        yield FilePiece(name, stored.path, stored.first + first * inputs, fp8.DTYPE, into.view(-1), packed=packed)
+
+
+def _expand_fp8(scales_NB: Tensor, dtype: torch.dtype, numbers: Tensor) -> Tensor:
+    return fp8.expand(numbers.view(len(scales_NB), -1), scales_NB, dtype).view(-1)
+
+
+def read_small(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) -> dict[str, Tensor]:
+    """Reads whole tensors into host memory, as they are. Raises CheckpointError."""
+    tensors = {name: torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype]) for name, tensor in stored.items()}
+    pieces = [piece for name, tensor in stored.items() for piece in plain_pieces(name, tensor, tensors[name])]
     if pieces:
         stream_pieces(pieces, _CPU, lambda _: beat())
+    return tensors
+
+
+def read_matrices(stored: Mapping[str, StoredTensor], beat: Callable[[], None]) -> dict[str, StoredMatrix]:
+    """Reads what bf12 tensors have beside their words. Raises CheckpointError."""
+    planes = {
+        name + suffix: plane
+        for name, tensor in stored.items()
+        for suffix, plane in (tensor.bf12 or {}).items()
+        if suffix != Plane.HIGH
+    }
+    small = read_small(planes, beat)
     return {name: _matrix(name, tensor, small) for name, tensor in stored.items()}
 
 

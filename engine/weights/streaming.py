@@ -64,9 +64,26 @@ class Bf12Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedNumbers:
+    """So many numbers of the file, and what makes as many of them as the target takes."""
+
+    count: int
+    expand: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRange:
+    """What of each row of a matrix with so many inputs is taken."""
+
+    inputs: int
+    columns: range
+
+
+@dataclass(frozen=True, slots=True)
 class FilePiece:
     """A run of a file that fits into a slab, of the tensor `name`. `target` is flat and contiguous, and takes as many
-    numbers; its dtype may be another than the `stored` one. Where a `checksum` is known, what was read must have it."""
+    numbers, or those of some `columns` of whole rows; its dtype may be another than the `stored` one. Where a
+    `checksum` is known, what was read must have it."""
 
     name: str
     path: Path
@@ -75,12 +92,20 @@ class FilePiece:
     target: Tensor
     checksum: int | None = None
     rows: Bf12Rows | None = None
+    packed: PackedNumbers | None = None
+    columns: ColumnRange | None = None
 
     @property
     def bytes(self) -> int:
         """The bytes that it takes in a slab."""
-        count = self.target.numel() if self.rows is None else self.rows.count * words_of(self.rows.inputs)
-        return count * self.stored.itemsize
+        if self.packed is not None:
+            return self.packed.count * self.stored.itemsize
+        if self.rows is not None:
+            return self.rows.count * words_of(self.rows.inputs) * self.stored.itemsize
+        if self.columns is not None:
+            rows = self.target.numel() // len(self.columns.columns)
+            return rows * self.columns.inputs * self.stored.itemsize
+        return self.target.numel() * self.stored.itemsize
 
 
 def split_pieces(
@@ -92,6 +117,19 @@ def split_pieces(
     for index, start in enumerate(range(0, flat.numel(), numbers)):
         into, checksum = flat[start : start + numbers], None if sums is None else sums[index]
         yield FilePiece(name, path, first + start * stored.itemsize, stored, into, checksum)
+
+
+def column_pieces(
+    name: str, path: Path, first: int, stored: torch.dtype, target: Tensor, cut: ColumnRange
+) -> Iterator[FilePiece]:
+    """Cuts the columns of a matrix whose rows begin at byte `first` of the file. `target`, [rows, columns], is
+    contiguous."""
+    row_bytes = cut.inputs * stored.itemsize
+    assert row_bytes <= SLAB_BYTES, "a row that is larger than a slab"
+    rows = SLAB_BYTES // row_bytes
+    for start in range(0, len(target), rows):
+        into = target[start : start + rows].view(-1)
+        yield FilePiece(name, path, first + start * row_bytes, stored, into, columns=cut)
 
 
 class SourceFiles:
@@ -275,7 +313,7 @@ class Slab:
 
     def prepare(self, piece: FilePiece) -> None:
         """Does in the reader's thread what the sender's thread would have to wait for."""
-        self._numbers = expand_piece(piece, self._stored(piece))
+        self._numbers = expand_piece(piece, self._taken(piece))
 
     def send(self, piece: FilePiece) -> None:
         """Copies what was read to where it belongs."""
@@ -284,8 +322,12 @@ class Slab:
     def wait(self) -> None:
         """Blocks until the memory may be filled again."""
 
-    def _stored(self, piece: FilePiece) -> Tensor:
-        return self._bytes[: piece.bytes].view(piece.stored)
+    def _taken(self, piece: FilePiece) -> Tensor:
+        """What of the bytes that were read the target takes, [numbers]."""
+        stored, cut = self._bytes[: piece.bytes].view(piece.stored), piece.columns
+        if cut is None:
+            return stored
+        return stored.view(-1, cut.inputs)[:, cut.columns.start : cut.columns.stop].reshape(-1)
 
 
 class PinnedSlab(Slab):
@@ -294,16 +336,21 @@ class PinnedSlab(Slab):
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
         self._fetched = torch.cuda.Event()
+        self._fetch: Tensor
         self._pinned = False
 
     def prepare(self, piece: FilePiece) -> None:
-        """Does nothing: the device expands and converts."""
+        """Puts columns one behind the other, to be fetched in one copy; the device expands and converts."""
+        taken = self._taken(piece)
+        self._fetch = self._bytes[: taken.nbytes].view(piece.stored)
+        if piece.columns is not None:
+            self._fetch.copy_(taken)
 
     def send(self, piece: FilePiece) -> None:
         if not self._pinned:  # only now: memory that was written once is pinned in a third of the time
             torch.cuda.check_error(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self.memory), 0))
             self._pinned = True
-        stored = self._stored(piece)
+        stored = self._fetch
         if piece.stored is not piece.target.dtype:
             stored = expand_piece(piece, stored.to(piece.target.device, non_blocking=True))
         piece.target.copy_(stored, non_blocking=True)
@@ -321,6 +368,8 @@ class PinnedSlab(Slab):
 
 def expand_piece(piece: FilePiece, stored: Tensor) -> Tensor:
     """The numbers that the target takes, in the dtype and where `stored` lies."""
+    if piece.packed is not None:
+        return piece.packed.expand(stored)
     if piece.rows is None or piece.rows.escapes is None:
         return stored
     return expand(stored.view(piece.rows.count, -1), piece.rows.escapes.to(stored.device)).view(-1)

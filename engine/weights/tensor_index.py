@@ -49,11 +49,11 @@ class StoredTensor:
 
 
 def bf12_escapes(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> int | None:
-    """How many escapes a parameter's sources have where it can stay in 12 bits: all sources are, with as many inputs.
-    Else None."""
+    """How many escapes a parameter's sources have where it can stay in 12 bits: all sources are, with as many inputs,
+    and no row changes its place. Else None."""
     planes = [bf12 for source in entry.sources if (bf12 := stored[source.name].bf12) is not None]
     alike = len({source.shape[1:] for source in entry.sources}) == 1
-    known = alike and len(planes) == len(entry.sources)
+    known = alike and len(planes) == len(entry.sources) and entry.order is None
     return sum(bf12[Plane.VALUES].numbers for bf12 in planes) if known else None
 
 

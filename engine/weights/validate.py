@@ -25,7 +25,7 @@ from engine.models.config import (
     read_encoder_config,
     read_json,
 )
-from engine.models.weight_names import ParameterEntry, required_tensors
+from engine.models.weight_names import ParameterEntry, TensorSource, required_tensors
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from engine.weights.checkpoint import Checkpoint, CheckpointError
@@ -48,10 +48,12 @@ def inspect_weights(model: ModelSpec) -> InspectionReport:
     checkpoint.require(table, is_unused)
     decoder = [] if isinstance(config, EncoderConfig) else table
     bf12 = [(entry, count) for entry in decoder if (count := bf12_escapes(entry, checkpoint.tensors)) is not None]
+    in_fp8 = [source for entry in decoder if all(own.is_fp8 for own in entry.sources) for source in entry.sources]
     return InspectionReport(
-        numbers=sum(math.prod(source.shape) for entry in table for source in entry.sources),
-        coded_numbers=sum(math.prod(source.shape) for entry, _ in bf12 for source in entry.sources),
-        coded_bytes=sum(_bf12_bytes(entry, escapes) for entry, escapes in bf12),
+        numbers=sum(math.prod(source.placed) for entry in table for source in entry.sources),
+        coded_numbers=sum(math.prod(source.shape) for entry, _ in bf12 for source in entry.sources)
+        + sum(math.prod(source.shape) for source in in_fp8),
+        coded_bytes=sum(_bf12_bytes(entry, escapes) for entry, escapes in bf12) + sum(map(_fp8_bytes, in_fp8)),
     )
 
 
@@ -60,6 +62,14 @@ def _bf12_bytes(entry: ParameterEntry, escapes: int) -> int:
     outputs, inputs = sum(source.shape[0] for source in entry.sources), entry.sources[0].shape[1]
     groups = -(-outputs // GROUP_OUTPUTS)
     return 4 * (outputs * words_of(inputs) + outputs + groups + 1) + (4 + 2) * escapes
+
+
+def _fp8_bytes(source: TensorSource) -> int:
+    """The bytes of numbers and of the factors that each output has in memory, as formats.py has them."""
+    assert source.scales is not None
+    outputs, inputs = source.shape
+    shape = source.scales.shapes[0]
+    return outputs * (inputs + 4 * (shape[1] if len(shape) == 2 else 1))
 
 
 def _require_known(folder: Path) -> None:

@@ -19,7 +19,7 @@ from gateway.admin.operation import (
     time_of,
     values_validated,
 )
-from tenants.auth.accounts import checked_name
+from tenants.auth.accounts import checked_account_name
 from tenants.limits.soft_caps import webhook_secret
 from tenants.records.accounts import Account, Settings
 from tenants.records.limits import Limits
@@ -36,14 +36,19 @@ class LimitsItem(msgspec.Struct, frozen=True):
 
 
 class AccountItem(msgspec.Struct, frozen=True):
+    """`removed_on` is when an account that was deleted is removed, unless it is restored before. `home` is the cell
+    that it is kept in, where that is another one."""
+
     id: str
     name: str
     plan: str
     created_on: datetime
     suspended_on: datetime | None
+    removed_on: datetime | None
     settings: Settings
     limits: LimitsItem
     revision: int
+    home: str | None = None
 
 
 # The fields of Settings, each of which may be left out.
@@ -79,9 +84,11 @@ def account_answer(account: Account) -> AdminResult[AccountItem]:
         plan=account.plan.name,
         created_on=time_of(account.created_at),
         suspended_on=None if account.suspended_at is None else time_of(account.suspended_at),
+        removed_on=None if account.deletion is None else time_of(account.deletion.due_at),
         settings=account.settings,
         limits=limits_item(account),
         revision=account.revision,
+        home=account.home or None,
     )
     return AdminResult(item, revision=account.revision)
 
@@ -92,7 +99,7 @@ async def show(context: AdminContext, request: AdminRequest[NoFields, NoFields])
 
 async def change(context: AdminContext, request: AdminRequest[NoFields, AccountChange]) -> AdminResult[AccountItem]:
     with values_validated():
-        fields = {} if request.body.name is UNSET else {"name": checked_name(request.body.name)}
+        fields = {} if request.body.name is UNSET else {"name": checked_account_name(request.body.name)}
     settings: dict[str, Any] = {} if request.body.settings is UNSET else present_fields(request.body.settings)
 
     def changed(account: Account) -> Account:

@@ -1,5 +1,6 @@
 """All accounts, for the operator: their list, new ones, plans and ceilings, and who is suspended."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -15,22 +16,28 @@ from gateway.admin.operation import (
     Name,
     NoFields,
     Operation,
-    PageQuery,
     values_validated,
 )
 from gateway.errors import bad_input
-from gateway.listing.pages import sliced
-from tenants.auth.accounts import checked_name
+from gateway.listing.pages import PAGE_MAX, PageItem
+from tenants import deletion
+from tenants.auth.accounts import checked_account_name
 from tenants.auth.errors import NotFound
+from tenants.records.account_search import AccountSearch
 from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
 from tenants.records.limits import NO_LIMITS, Limits
 
 ACCOUNTS: Final = f"{OPERATOR}/accounts"
+ACCOUNTS_AT_ONCE: Final = 200
 ACCOUNT_ITEM: Final = f"{ACCOUNTS}/{{account_id}}"
 
 
-class AccountsQuery(PageQuery, frozen=True, forbid_unknown_fields=True):
-    """`name` is a part of it, in upper or lower case."""
+class AccountsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`name` is a part of it, in upper or lower case, or the account's id."""
+
+    page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
+    per_page: Annotated[int, Meta(ge=1, le=ACCOUNTS_AT_ONCE)] = 20
+    order: Literal["created", "name"] = "created"
 
     name: Annotated[str, Meta(max_length=100)] | None = None
     plan: Annotated[str, Meta(max_length=32)] | None = None
@@ -41,6 +48,13 @@ class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     plan: str = DEFAULT_PLAN.name
     ceiling: Limits = NO_LIMITS
+
+
+class DeletionQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For `grace_seconds` the account can be restored; `usage` says what becomes of its ledger then."""
+
+    grace_seconds: Annotated[int, Meta(ge=0, le=int(deletion.GRACE_MAX_S))] = int(deletion.GRACE_S)
+    usage: Literal["keep", "drop"] = "keep"
 
 
 class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,24 +68,28 @@ class TermsChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def listed(
     context: AdminContext, request: AdminRequest[AccountsQuery, NoFields]
 ) -> AdminResult[list[AccountItem]]:
-    query = request.query
-    accounts = [account for account in await context.accounts.list() if _matches(account, query)]
-    items, page = sliced(accounts, query.page, query.per_page)
-    return AdminResult([account_answer(account).result for account in items], page=page)
+    accounts, page = await found(context, request.query)
+    return AdminResult([account_answer(account).result for account in accounts], page=page)
 
 
-def _matches(account: Account, query: AccountsQuery) -> bool:
-    return (
-        (query.name is None or query.name.casefold() in account.name.casefold())
-        and query.plan in (None, account.plan.name)
-        and query.suspended in (None, "false" if account.suspended_at is None else "true")
+async def found(context: AdminContext, query: AccountsQuery) -> tuple[Sequence[Account], PageItem]:
+    """Returns the accounts of a page of a search, and which page that is."""
+    search = AccountSearch(
+        name=query.name or "",
+        plan=query.plan,
+        suspended=None if query.suspended is None else query.suspended == "true",
+        order=query.order,
+        first=(query.page - 1) * query.per_page,
+        limit=query.per_page,
     )
+    accounts, total = await context.store.accounts.search(search)
+    return accounts, PageItem(len(accounts), query.page, query.per_page, total)
 
 
 async def create(context: AdminContext, request: AdminRequest[NoFields, NewAccount]) -> AdminResult[AccountItem]:
     body = request.body
     with values_validated():
-        name = checked_name(body.name)
+        name = checked_account_name(body.name)
     await _plan(context, body.plan)
     account = await context.accounts.create(name, body.ceiling, body.plan)
     await context.note(
@@ -89,7 +107,7 @@ async def change(context: AdminContext, request: AdminRequest[NoFields, TermsCha
     changes: dict[str, Any] = dict(fields)
     if "name" in changes:
         with values_validated():
-            changes["name"] = checked_name(changes["name"])
+            changes["name"] = checked_account_name(changes["name"])
     if "plan" in changes:
         changes["plan"] = await _plan(context, changes["plan"])
     account = await context.accounts.update(
@@ -118,8 +136,23 @@ async def resume(context: AdminContext, request: AdminRequest[NoFields, NoFields
     return account_answer(account)
 
 
+async def delete(context: AdminContext, request: AdminRequest[DeletionQuery, NoFields]) -> AdminResult[AccountItem]:
+    grace_s, keep_usage = request.query.grace_seconds, request.query.usage == "keep"
+    now_s = context.calendar()
+    account = await deletion.delete(context.accounts, request.account_id, now_s, grace_s, keep_usage=keep_usage)
+    detail = {"grace_s": grace_s, "keep_usage": keep_usage}
+    await context.note(request.caller, account.id, "account.delete", account.id, **detail)
+    return account_answer(account)
+
+
+async def restore(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[AccountItem]:
+    account = await deletion.restore(context.accounts, request.account_id, context.calendar())
+    await context.note(request.caller, account.id, "account.restore", account.id)
+    return account_answer(account)
+
+
 OPERATIONS: Final = (
-    Operation("GET", ACCOUNTS, listed, FOR_OPERATOR, "All accounts, the oldest first"),
+    Operation("GET", ACCOUNTS, listed, FOR_OPERATOR, "All accounts, by name or the oldest first"),
     Operation("POST", ACCOUNTS, create, FOR_OPERATOR, "A new account", versioned=True, creates=True),
     Operation("GET", ACCOUNT_ITEM, show, FOR_OPERATOR, "One account", versioned=True),
     Operation(
@@ -136,4 +169,13 @@ OPERATIONS: Final = (
     Operation(
         "POST", f"{ACCOUNT_ITEM}/resume", resume, FOR_OPERATOR, "Serve a suspended account again", versioned=True
     ),
+    Operation(
+        "DELETE",
+        ACCOUNT_ITEM,
+        delete,
+        FOR_OPERATOR,
+        "Suspend an account, and remove it after a time in which it can be restored",
+        versioned=True,
+    ),
+    Operation("POST", f"{ACCOUNT_ITEM}/restore", restore, FOR_OPERATOR, "Take a deletion back", versioned=True),
 )

@@ -1,5 +1,6 @@
 """The audit log as it is read: an account's by its administrators and the operator, and whether a chain is whole."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Final
 
@@ -22,6 +23,7 @@ from gateway.admin.operation import (
 )
 from tenants.audit import SYSTEM
 from tenants.records.accounts import AuditEntry
+from tenants.records.grants import Permission
 
 CHUNK: Final = 500  # entries in one call of the store
 LOOKED_AT_MAX: Final = 10_000  # entries for one answer; the cursor goes on from there
@@ -41,13 +43,17 @@ class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChainQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The chain of an account, or of what concerns no one account; `head` is a seal that was told before."""
+    """The chain of an account, by its id or name, or of what concerns no one account; `head` is a seal that was told
+    before."""
 
-    account: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None
+    account: _Word | None = None
     head: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
 
 
 class EntryItem(msgspec.Struct, frozen=True):
+    """`actor_name` and `target_name` are what the token or account is called now; null where it is neither, or gone.
+    Whoever is no operator learns names of the own account alone."""
+
     seq: int
     at: datetime
     actor: str
@@ -55,6 +61,8 @@ class EntryItem(msgspec.Struct, frozen=True):
     target: str
     detail: dict[str, Any]
     seal: str
+    actor_name: str | None = None
+    target_name: str | None = None
 
 
 class VerdictItem(msgspec.Struct, frozen=True):
@@ -86,13 +94,15 @@ async def listed(context: AdminContext, request: AdminRequest[AuditQuery, NoFiel
                 if len(entries) == query.per_page:
                     break
     page = CursorItem(len(entries), query.per_page, after if after > 1 else None)
-    return AdminResult([_item(entry) for entry in entries], page=page)
+    known = await context.accounts.names({each for entry in entries for each in (entry.actor, entry.target)})
+    may_all = Permission.OPERATOR in request.caller.grant.permissions
+    names = {each: name for each, (name, owner) in known.items() if may_all or owner == chain}
+    return AdminResult([_item(entry, names) for entry in entries], page=page)
 
 
 async def verify(context: AdminContext, request: AdminRequest[ChainQuery, NoFields]) -> AdminResult[VerdictItem]:
-    chain = request.query.account or SYSTEM
-    if chain != SYSTEM:
-        await context.accounts.get(chain)
+    account = request.query.account
+    chain = SYSTEM if account is None else (await context.accounts.find(account)).id
     verdict = await context.audit.verify(chain, request.query.head)
     return AdminResult(
         VerdictItem(verdict.problem is None, verdict.entries, verdict.head, verdict.seq, verdict.problem)
@@ -108,9 +118,11 @@ def _matches(entry: AuditEntry, query: AuditQuery) -> bool:
     )
 
 
-def _item(entry: AuditEntry) -> EntryItem:
-    detail = msgspec.json.decode(entry.detail)
-    return EntryItem(entry.seq, time_of(entry.at), entry.actor, entry.action, entry.target, detail, entry.seal)
+def _item(entry: AuditEntry, names: Mapping[str, str]) -> EntryItem:
+    return EntryItem(
+        *(entry.seq, time_of(entry.at), entry.actor, entry.action, entry.target, msgspec.json.decode(entry.detail)),
+        *(entry.seal, names.get(entry.actor), names.get(entry.target)),
+    )
 
 
 OPERATIONS: Final = (

@@ -39,7 +39,7 @@ class PurgeItem(msgspec.Struct, frozen=True):
 
 async def show(context: AdminContext, request: AdminRequest[DaysQuery, NoFields]) -> AdminResult[CacheItem]:
     account = await context.accounts.get(request.account_id)
-    usage = await context.store.quotas.usage([account.id], *span(context, request.query), ())
+    usage = await context.store.quotas.usage([account.id], *span(context, request.query.from_, request.query.to), ())
     rows = usage.get(account.id, ())
     prompt_tokens, cached_tokens = sum(row.prompt_tokens for row in rows), sum(row.cached_tokens for row in rows)
     return AdminResult(

@@ -5,7 +5,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway.admin.inference import AI, V1, DescribedRoute
-from gateway.admin.operation import BASE, FOR_OPERATOR, NoFields
+from gateway.admin.operation import BASE, NoFields
 from gateway.batch.api import BatchesQuery, BatchItem
 from gateway.listing.answers import Enveloped
 from gateway.listing.openai import ModelCard, ModelCards, ModelsQuery
@@ -13,10 +13,19 @@ from gateway.listing.openrouter import Offers
 from gateway.listing.pages import Listed
 from gateway.listing.schemas import SchemaQuery, Schemas
 from gateway.listing.workers_ai import Author, ModelItem, SearchQuery, Task
+from tenants.records.grants import BEYOND_ACCOUNT
 
 
 class Alive(msgspec.Struct):
     alive: bool
+
+
+class Running(msgspec.Struct):
+    """`protocol` is that of gateways, machines and replicas: they talk where it is the same."""
+
+    name: str
+    version: str
+    protocol: int
 
 
 class Ready(msgspec.Struct):
@@ -42,7 +51,7 @@ _SEARCH_SUMMARY: Final = "The models that the token may call, also as OpenRouter
 _SCHEMA_SUMMARY: Final = "JSON Schemas of what a model takes and answers at /ai/run"
 _MODELS_SUMMARY: Final = "OpenAI's and Anthropic's list of the models that the token may call"
 _METRICS_SUMMARY: Final = (
-    "Prometheus text, for networks that may read it; with the operator's token also by account and plan"
+    "Prometheus text, for networks that may read it; with one of these permissions also by account and plan"
 )
 
 CATALOGUE: Final = (
@@ -56,9 +65,12 @@ CATALOGUE: Final = (
     *_reads(V1, "/models", _MODELS_SUMMARY, ModelCards, ModelsQuery),
     *_reads(V1, "/models/{model}", "One of them", ModelCard),
     DescribedRoute("GET", "/healthz", "Whether the process lives", Alive, (), open=True),
+    DescribedRoute("GET", "/health", "The same", Alive, (), open=True),
+    DescribedRoute("GET", "/version", "What runs here", Running, (), open=True),
     DescribedRoute("GET", "/readyz", "Whether it can serve, and why not", Ready, (), open=True),
     DescribedRoute(
-        "GET", "/metrics", _METRICS_SUMMARY, str, FOR_OPERATOR, statuses=(404,), open=True, plain="text/plain"
+        "GET", "/metrics", _METRICS_SUMMARY, str, BEYOND_ACCOUNT, statuses=(404,), open=True, plain="text/plain"
     ),
     DescribedRoute("GET", f"{BASE}/openapi.json", "This document", dict[str, Any], (), open=True),
+    DescribedRoute("GET", "/docs", "This document for people", str, (), open=True, plain="text/html"),
 )

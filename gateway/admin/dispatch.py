@@ -24,14 +24,15 @@ from gateway.admin.operation import (
     Operation,
     ResponseInfo,
 )
-from gateway.authentication import Authenticator, check_account_id
+from gateway.authentication import Authenticator
 from gateway.errors import ApiError
 from gateway.http.exchange import JSON_CONTENT, Exchange, Header
 from gateway.http.json_body import decode_body, decode_query
 from gateway.http.routes import Endpoint, ExchangeServer
 from gateway.listing.pages import PageItem
+from tenants.auth.accounts import ACCOUNT_ID
 from tenants.auth.caller import Caller
-from tenants.auth.errors import Conflict, NotFound
+from tenants.auth.errors import AmbiguousName, Conflict, NameInUse, NotFound
 from tenants.records.grants import Permission
 from tenants.store.protocol import StoreUnavailable
 
@@ -107,7 +108,6 @@ class AdminApi:
         hidden = any(operation.hidden for operation in methods.values())
         exchange.route = "operator" if hidden else "admin"
         caller = await self._operator(exchange) if hidden else None
-        check_account_id(exchange)
         operation = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         if operation is None:
             allowed = ", ".join("GET, HEAD" if method == "GET" else method for method in methods)
@@ -115,7 +115,24 @@ class AdminApi:
         if caller is None:
             account_id = exchange.path_params.get("account_id")
             caller = await self._authenticator.verify(exchange, account_id, operation.permissions)
+        elif "account_id" in exchange.path_params:
+            exchange.path_params["account_id"] = await self._account_id(exchange)
         return caller, operation
+
+    async def _account_id(self, exchange: Exchange) -> str:
+        """Returns the id of the account that the operator named in the path. Raises ApiError."""
+        reference = exchange.path_params["account_id"]
+        if ACCOUNT_ID.fullmatch(reference):
+            return reference
+        try:
+            return (await self._context.accounts.find(reference)).id
+        except NotFound:
+            raise errors.bad_account_id(exchange.path) from None
+        except AmbiguousName as problem:
+            raise errors.conflict(str(problem)) from None
+        except StoreUnavailable as problem:
+            self._authenticator.on_outage(problem)
+            raise errors.store_unavailable() from None
 
     async def _operator(self, exchange: Exchange) -> Caller:
         try:
@@ -139,6 +156,8 @@ class AdminApi:
             result = await operation.serve(self._context, request)
         except NotFound:
             raise errors.not_found("token in this account" if "token_id" in request.names else "account") from None
+        except (NameInUse, AmbiguousName) as problem:
+            raise errors.conflict(str(problem)) from None
         except Conflict as problem:
             raise errors.conflict(str(problem)) if request.revision is None else errors.changed_meanwhile() from None
         return _response(result)

@@ -75,7 +75,8 @@ def _asks(
     return [
         DescribedRoute(
             "POST", f"{prefix}{resource}", summary, result,
-            query=query, headers=_HEADERS, body=body, statuses=statuses, events=events,
+            query=query, headers=_HEADERS, body=body, events=events,
+            statuses=(*statuses, 404) if prefixes is V1 else statuses,  # no such model
         )
         for prefix in prefixes
     ]  # fmt: skip

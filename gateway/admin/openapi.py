@@ -18,6 +18,7 @@ from gateway.inference.run_options import (
 )
 from gateway.listing.pages import PageItem
 from gateway.listing.schemas import tidy_schema
+from tenants.auth.accounts import NAME_MAX
 from tenants.records.limits import RANGES
 
 Json = dict[str, Any]
@@ -34,7 +35,8 @@ _STATUSES: Final = {
     404: "There is nothing of this name that the caller may see",
     405: "An adapter is asked for, and the model takes none",
     408: "The request did not arrive in time, or took too long",
-    409: "In use, changed by others all the time, or a creation with this Idempotency-Key is in progress",
+    409: "In use, changed by others all the time, a name of another account or of several, or a creation with this "
+    "Idempotency-Key is in progress",
     410: "The model is deprecated, and served no more",
     412: "What If-Match or If-None-Match asked for is not so",
     413: "The body is too large",
@@ -67,8 +69,15 @@ CODES: Final[dict[int, tuple[int, ...]]] = {
     503: (3040,),
 }
 _PATH_SCHEMAS: Final[dict[str, Json]] = {
-    "account_id": {"type": "string", "pattern": "^[0-9a-f]{32}$"},
+    "account_id": {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": NAME_MAX,
+        "pattern": "^[^/]+$",
+        "description": "Its id of 32 hex digits, or its name",
+    },
     "token_id": {"type": "string", "pattern": f"^{PATH_PARAMETERS['token_id'].pattern}$"},
+    "machine": {"type": "string", "minLength": 1, "maxLength": 512, "description": "Its name, or its address"},
     "plan": {"type": "string", "pattern": f"^{PATH_PARAMETERS['plan'].pattern}$"},
     "request_id": {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[^/]+$"},
     "model": {"type": "string", "minLength": 1, "description": "A name of the catalogue, percent-encoded"},
@@ -197,13 +206,18 @@ class _Schemas:
         return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
+def _takes_name(operation: Operation) -> bool:
+    """Whether the operator may name an account, whose name several may have from before names were unique."""
+    return operation.hidden and ("{account_id}" in operation.path or "account" in operation.query.__struct_fields__)
+
+
 def _operation(operation: Operation, schemas: _Schemas) -> Json:
     headers = ["If-Match", "If-None-Match"] if operation.conditional else []
     headers += ["Idempotency-Key"] if operation.creates else []
     statuses = [*_ALWAYS, *_WITH_TOKEN]
     statuses += [404] if "{" in operation.path or operation.hidden else []
     statuses += [413] if operation.takes_body else []
-    statuses += [409] if operation.method != "GET" else []
+    statuses += [409] if operation.method != "GET" or _takes_name(operation) else []
     statuses += [412] if operation.conditional else []
     statuses += [422] if operation.creates else []
     content = {"application/json": {"schema": _envelope(operation, schemas)}}
@@ -269,11 +283,15 @@ def _several(kinds: Any) -> tuple[Any, ...]:
 
 
 def _stream(event: Json) -> Json:
-    """OpenAPI 3.1 cannot describe streams of events: `x-event` is the schema of each `data:`."""
+    """OpenAPI 3.1 cannot describe streams of events: `x-event` is the schema of each `data:`, the last
+    of which may be an error."""
     description = (
         "Server-sent events: `data:` with a JSON document each, at last `data: [DONE]` where the dialect has that."
     )
-    return {"schema": {"type": "string", "description": description}, "x-event": event}
+    return {
+        "schema": {"type": "string", "description": description},
+        "x-event": {"anyOf": [event, {"$ref": "#/components/schemas/Error"}]},
+    }
 
 
 def _body(kind: Any, schemas: _Schemas, *, required: bool) -> Json:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Generic, Literal, TypeVar, get_args, get_type_hints
@@ -15,7 +15,9 @@ from gateway.cluster.fleet import ReplicaFleet
 from gateway.config import ServerConfig
 from gateway.errors import bad_input
 from gateway.http.idempotency import IdempotencyStore
-from gateway.listing.pages import PAGE_MAX, PageItem
+from gateway.listing.pages import PageItem
+from gateway.observability.alerts import AlertWatch
+from gateway.observability.metrics import Metrics
 from gateway.observability.store_health import StoreHealth
 from gateway.text.encoding_cache import EncodingCache
 from tenants.audit import AuditLog, fit_detail
@@ -36,6 +38,7 @@ PATH_PARAMETERS: Final = {
     "account_id": re.compile("[^/]+"),
     "token_id": re.compile("[0-9A-Za-z]{1,32}"),
     "plan": re.compile("[a-z0-9][a-z0-9._-]{0,31}"),
+    "machine": re.compile(".{1,512}"),
 }
 
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -47,11 +50,6 @@ Name = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 
 class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The query or the body of an operation without any."""
-
-
-class PageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1
-    per_page: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
 class CursorItem(msgspec.Struct, frozen=True):
@@ -100,7 +98,8 @@ class AdminResult(Generic[R]):
 @dataclass(frozen=True, slots=True)
 class AdminContext:
     """The parts that operations work with; built once. `open_requests` counts the inference requests in progress here,
-    `notice_key` gives the key that signs an account's notices, `calendar` the seconds since 1970."""
+    `running` those of each account; `store_kind` is sqlite or redis, `notice_key` gives the key that signs an account's
+    notices, `calendar` the seconds since 1970."""
 
     limits: ServerConfig
     store: Store
@@ -114,6 +113,10 @@ class AdminContext:
     notice_key: Callable[[str], bytes]
     open_requests: Callable[[], int]
     calendar: Callable[[], float]
+    metrics: Metrics
+    alerts: AlertWatch
+    running: Callable[[], Mapping[str, int]]
+    store_kind: str
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def note(self, caller: Caller, account_id: str, action: str, target: str, **detail: Any) -> None:

@@ -5,7 +5,20 @@ If two operations match a path the first one counts.
 
 from typing import Final
 
-from gateway.admin import account, accounts, audit, cache, limits, machines, plans, tokens, usage
+from gateway.admin import (
+    account,
+    accounts,
+    audit,
+    cache,
+    limits,
+    live_models,
+    machines,
+    monitoring,
+    plans,
+    tokens,
+    usage,
+    usage_by_account,
+)
 from gateway.admin.catalogue import CATALOGUE
 from gateway.admin.inference import INFERENCE, DescribedRoute
 from gateway.admin.operation import Operation
@@ -20,5 +33,8 @@ OPERATIONS: Final[tuple[Operation, ...]] = (
     *accounts.OPERATIONS,
     *plans.OPERATIONS,
     *machines.OPERATIONS,
+    *live_models.OPERATIONS,
+    *monitoring.OPERATIONS,
+    *usage_by_account.OPERATIONS,
 )
 ROUTES: Final[tuple[DescribedRoute, ...]] = (*INFERENCE, *CATALOGUE)

@@ -32,7 +32,7 @@ from gateway.admin.operation import (
 from gateway.listing.pages import PAGE_MAX, sliced
 from tenants.auth.accounts import checked_name
 from tenants.auth.errors import NotFound
-from tenants.records.grants import ENTRIES_MAX, Grant, Permission
+from tenants.records.grants import BEYOND_ACCOUNT, ENTRIES_MAX, Grant, Permission
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.tokens import ApiToken
 
@@ -128,9 +128,15 @@ class TokenItem(Struct, frozen=True):
 
 
 class VerifiedItem(Struct, frozen=True):
+    """What the token that asks stands for and may do; all after `expires_on` is Hearth's own."""
+
     id: str
     status: Literal["active"]
     expires_on: datetime | None
+    account_id: str
+    account_name: str
+    permissions: list[str]
+    models: list[str]
 
 
 class EndedItem(Struct, frozen=True):
@@ -140,8 +146,17 @@ class EndedItem(Struct, frozen=True):
 async def verify(context: AdminContext, request: AdminRequest[NoFields, NoFields]) -> AdminResult[VerifiedItem]:
     """Describes the caller's token; the id of a JWT names its issuer and subject."""
     message = ResponseInfo(10000, "This API Token is valid and active")
-    expires_on = _time(request.caller.expires_at)
-    return AdminResult(VerifiedItem(request.caller.token_id, "active", expires_on), messages=(message,))
+    caller = request.caller
+    item = VerifiedItem(
+        id=caller.token_id,
+        status="active",
+        expires_on=_time(caller.expires_at),
+        account_id=caller.account.id,
+        account_name=caller.account.name,
+        permissions=list(caller.grant.permissions),
+        models=list(caller.grant.models),
+    )
+    return AdminResult(item, messages=(message,))
 
 
 async def permission_groups(
@@ -221,7 +236,7 @@ async def _changeable(context: AdminContext, request: AdminRequest[Any, Any]) ->
     """Returns a token that the caller may change: an administrator who could roll an operator's token would be the
     operator. Raises ApiError."""
     token = await own_token(context, request.account_id, request.names["token_id"])
-    if token.grant.permits(Permission.OPERATOR) and not request.caller.grant.permits(Permission.OPERATOR):
+    if any(map(token.grant.permits, BEYOND_ACCOUNT)) and not request.caller.grant.permits(Permission.OPERATOR):
         raise errors.not_permitted(Permission.OPERATOR)
     return token
 
@@ -272,7 +287,6 @@ def _time(seconds: int | None) -> datetime | None:
     return None if seconds is None else time_of(seconds)
 
 
-_ADMIN: Final = (Permission.ACCOUNT_ADMIN,)
 _TOKENS: Final = f"{ACCOUNT}/tokens"
 _TOKEN: Final = f"{_TOKENS}/{{token_id}}"
 _OPERATOR_TOKENS: Final = f"{OPERATOR}/accounts/{{account_id}}/tokens"

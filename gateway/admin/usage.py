@@ -34,7 +34,6 @@ EPOCH: Final = date(1970, 1, 1)
 _COUNTS: Final = ("requests", "neurons", "prompt_tokens", "cached_tokens", "completion_tokens")
 _COLUMNS: Final = {"token": "token_id", "model": "model", "tag": "tags"}
 _Word = Annotated[str, Meta(max_length=200)]
-_Account = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
 class DaysQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,10 +60,10 @@ class UsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
 
 
 class AllUsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
-    """`by` are the columns to sum by, of day, account and model."""
+    """`by` are the columns to sum by, of day, account and model; `account` is an id or a name."""
 
     by: Annotated[str, Meta(pattern="^(day|account|model)(,(day|account|model)){0,2}$")] = "day"
-    account: _Account | None = None
+    account: _Word | None = None
     model: _Word | None = None
 
 
@@ -88,7 +87,8 @@ async def of_account(
 ) -> AdminResult[list[UsageItem]]:
     query = request.query
     by = columns_used(query.by, model=query.model, token=query.token, tag=query.tag)
-    usage = await context.store.quotas.usage([request.account_id], *span(context, query), by)
+    days = span(context, query.from_, query.to)
+    usage = await context.store.quotas.usage([request.account_id], *days, by)
 
     def summed() -> AdminResult[list[UsageItem]]:
         sums = UsageSums(query.by)
@@ -103,7 +103,7 @@ async def of_account(
 
 async def of_all(context: AdminContext, request: AdminRequest[AllUsageQuery, NoFields]) -> AdminResult[list[UsageItem]]:
     query, accounts = request.query, context.accounts
-    first, last = span(context, query)
+    first, last = span(context, query.from_, query.to)
     sums, by = UsageSums(query.by), columns_used(query.by, model=query.model)
 
     def add_all(usage: Mapping[str, Sequence[UsageRow]]) -> None:
@@ -112,7 +112,7 @@ async def of_all(context: AdminContext, request: AdminRequest[AllUsageQuery, NoF
                 if query.model in (None, row.model):
                     sums.add(account_id, row)
 
-    listed = await accounts.list() if query.account is None else [await accounts.get(query.account)]
+    listed = await accounts.list() if query.account is None else [await accounts.find(query.account)]
     for start in range(0, len(listed), USAGE_ACCOUNTS):
         ids = [account.id for account in listed[start : start + USAGE_ACCOUNTS]]
         await asyncio.to_thread(add_all, await context.store.quotas.usage(ids, first, last, by))
@@ -125,11 +125,11 @@ def columns_used(by: str, **filters: str | None) -> list[str]:
     return [_COLUMNS[name] for name in _COLUMNS.keys() & names]
 
 
-def span(context: AdminContext, query: DaysQuery) -> tuple[int, int]:
-    """Returns the first and the last day, since 1970. Raises ApiError."""
+def span(context: AdminContext, first: date | None, last: date | None) -> tuple[int, int]:
+    """Returns the first and the last day, since 1970; by default the last 30. Raises ApiError."""
     today = EPOCH + timedelta(day_of(int(context.calendar() * MICRO)))
-    to = query.to or today
-    start = query.from_ or to - timedelta(min(DAYS_DEFAULT - 1, (to - date.min).days))
+    to = last or today
+    start = first or to - timedelta(min(DAYS_DEFAULT - 1, (to - date.min).days))
     if start > to:
         raise bad_input("'from' is after 'to'", "from")
     if (to - start).days >= RETENTION_DAYS:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from engine.protocol.types import SamplingParams
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
-from gateway.inference.prompt import SEED_BITS
+from gateway.inference.prompt import SEED_BITS, left_to_model
 from gateway.inference.response_format import (
     GuidedChoice,
     GuidedGrammar,
@@ -22,6 +22,7 @@ from gateway.inference.response_format import (
     response_constraint,
 )
 
+TEMPERATURE_DEFAULT: Final = 1.0  # of OpenAI and Anthropic, where neither body nor model says another
 CHOICES_MAX: Final = 128
 STOPS_MAX: Final = 4
 BIASES_MAX: Final = 300
@@ -40,6 +41,7 @@ LogitBias = Annotated[
     dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=BIASES_MAX, extra_json_schema=_IDS)
 ]
 MaxTokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+MinTokens = Annotated[int, Meta(ge=0, le=1 << 24)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Meta(gt=0, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
@@ -51,14 +53,17 @@ Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], ShortText], Meta(
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """include_usage asks for a last chunk with `usage`; include_obfuscation false leaves the padding out."""
+    """include_usage asks for a last chunk with `usage`; include_obfuscation false leaves the padding out.
+    continuous_usage_stats asks for the usage so far in every chunk, of all choices together, and for the last one."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`metadata` is a label: it changes nothing and is not kept."""
+    """`metadata` is a label: it changes nothing and is not kept. `min_tokens` are generated before a stop token may be
+    and stop strings are looked for; with `ignore_eos` no stop token ends the text. Both as vLLM has them."""
 
     stream: bool | None = None
     max_tokens: MaxTokens | None = None
@@ -76,13 +81,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     guided_grammar: GuidedGrammar | None = None
     metadata: Metadata | None = None
     user: ShortText | None = None
+    min_tokens: MinTokens | None = None
+    ignore_eos: bool | None = None
 
 
 def prompt_sampling(
     body: SamplingFields,
     drawn_seed: int,
     *,
-    temperature: float,
+    temperature: float | None,
     top_p: float | None,
     seed: int | None,
     logprobs: int | None = None,
@@ -93,7 +100,7 @@ def prompt_sampling(
         body.response_format, body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar
     )
     sampling = SamplingParams(
-        temperature=temperature,
+        temperature=TEMPERATURE_DEFAULT if temperature is None else temperature,
         top_k=body.top_k or 0,
         top_p=1.0 if top_p is None else max(top_p, TOP_P_MIN),
         min_p=body.min_p or 0.0,
@@ -103,13 +110,26 @@ def prompt_sampling(
         seed=drawn_seed if seed is None else seed & ((1 << SEED_BITS) - 1),  # into the bits of a frame
         logit_bias=body.logit_bias or {},
         logprobs=logprobs,
+        min_tokens=body.min_tokens or 0,
+        ignore_eos=bool(body.ignore_eos),
     )
     return {
         **prompt_constraint(constraint),
         "sampling": sampling,
-        "stop": [body.stop] if isinstance(body.stop, str) else body.stop or [],
+        "left_to_model": left_to_model(
+            temperature=temperature,
+            top_k=body.top_k,
+            top_p=top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+        ),
+        "stop": stop_strings(body.stop),
         "user": body.user,
     }
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop or []
 
 
 def prompt_constraint(constraint: ResponseConstraint) -> dict[str, Any]:
@@ -122,8 +142,16 @@ def prompt_stream(stream: bool | None, options: StreamOptions | None) -> dict[st
     if options is not None and not stream:
         raise bad_input("'stream_options' goes with 'stream': true only; leave it out", "stream_options")
     options = options or StreamOptions()
-    padded = options.include_obfuscation is not False
-    return {"stream": bool(stream), "include_usage": bool(options.include_usage), "padded": padded}
+    continuous = bool(options.continuous_usage_stats)
+    if continuous and options.include_usage is False:
+        field = "stream_options.include_usage"
+        raise bad_input(f"'{field}' is true where 'continuous_usage_stats' is; leave it out", field)
+    return {
+        "stream": bool(stream),
+        "include_usage": continuous or bool(options.include_usage),
+        "continuous_usage": continuous,
+        "padded": options.include_obfuscation is not False,
+    }
 
 
 def only(*served: object) -> Meta:

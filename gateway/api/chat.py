@@ -32,15 +32,15 @@ from gateway.api.body_fields import (
 from gateway.api.chunks import ChunkWriter, scored_token
 from gateway.api.completions import CompletionsReply
 from gateway.api.dialect import GenerationRequest
-from gateway.api.message_fields import Messages, chat_messages, refuse_lora, run_messages
+from gateway.api.message_fields import Messages, chat_images, chat_messages, refuse_lora, run_messages
 from gateway.api.tool_fields import ToolChoiceField, Tools, prompt_tools
 from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
+from gateway.images.source import ImageSource
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage
 from gateway.inference.run_options import RunOptionsBody
 
-TEMPERATURE_DEFAULT: Final = 1.0
 _encode = msgspec.json.encode
 
 
@@ -108,6 +108,7 @@ def chat_prompt(
     *,
     text: str | None = None,
     messages: list[dict[str, Any]] | None,
+    images: tuple[ImageSource, ...] = (),
     raw: bool = False,
     options: RunOptionsBody | None = None,
 ) -> Prompt:
@@ -119,6 +120,7 @@ def chat_prompt(
     return Prompt(
         text=text,
         messages=messages,
+        images=images,
         raw=raw,
         template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
         max_tokens=max_tokens_of(body.max_tokens, body.max_completion_tokens),
@@ -129,7 +131,7 @@ def chat_prompt(
         **prompt_sampling(
             body,
             drawn_seed,
-            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            temperature=body.temperature,
             top_p=body.top_p,
             seed=body.seed,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -169,15 +171,18 @@ class ChatReply:
         self._paddings = chunks.paddings
         self._last = chunks.last
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+    def begin(self, running: RunningUsage) -> bytes:
         role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(choice, role, None) for choice in range(self._choices))
+        with self._chunks.beginning(running):
+            return b"".join(self._chunk(choice, role, None) for choice in range(self._choices))
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         if logprobs:
             scored = {"content": [scored_token(token) for token in logprobs]}
             chunk = {"index": choice, "delta": {"content": text}, "logprobs": scored, "finish_reason": None}
             return self._chunks.event(_encode(chunk))
+        if self._chunks.continuous:
+            return self._chunk(choice, {"content": text}, None)
         return self._contents[choice] + _encode(text) + self._rest + next(self._paddings) + self._last
 
     def thought(self, choice: int, text: str) -> bytes:
@@ -189,6 +194,8 @@ class ChatReply:
         return self._chunk(choice, {"tool_calls": [{"index": number, **_call(use)}]}, None)
 
     def arguments(self, choice: int, number: int, fragment: str) -> bytes:
+        if self._chunks.continuous:
+            return self._chunk(choice, {"tool_calls": [{"index": number, "function": {"arguments": fragment}}]}, None)
         return self._arguments[choice] + _encode(fragment) + self._called + next(self._paddings) + self._last
 
     def called(self, choice: int, number: int, use: ToolUse) -> bytes:
@@ -225,7 +232,8 @@ def read_chat(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> 
     """The dialect of `/v1/chat/completions`."""
     assert model is None, "the body names the model"
     request = decode_body(body, _decoder)
-    prompt = chat_prompt(request, drawn_seed, messages=chat_messages(request.messages))
+    messages, images = chat_messages(request.messages), chat_images(request.messages)
+    prompt = chat_prompt(request, drawn_seed, messages=messages, images=images)
     return GenerationRequest(request.model, prompt, partial(ChatReply, prompt))
 
 
@@ -239,6 +247,7 @@ def read_run_chat(body: bytes, query: bytes, model: str | None, drawn_seed: int)
         drawn_seed,
         text=request.prompt,
         messages=run_messages(request.prompt, request.messages, request.raw, request.tools),
+        images=chat_images(request.messages or ()),
         raw=bool(request.raw),
         options=request.options,
     )

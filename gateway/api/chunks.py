@@ -3,7 +3,9 @@
 It does not know what a choice looks like, nor where its text comes from.
 """
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import repeat
 from typing import Any, Final
 
@@ -13,7 +15,7 @@ from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import envelope, openai_envelope
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import ScoredToken, Usage, enveloped
+from gateway.inference.reply import RunningUsage, ScoredToken, Usage, enveloped
 
 _encode: Final = msgspec.json.encode
 
@@ -21,7 +23,8 @@ _encode: Final = msgspec.json.encode
 class ChunkWriter:
     """The frame of one answer. `kinds` are the `object` of a whole answer and of a chunk.
 
-    `enveloped` is for `/ai/run`: the object is the envelope's result, and a stream ends with the native usage.
+    `enveloped` is for `/ai/run`: the object is the envelope's result, and a stream ends with the native usage. Where
+    usage is `continuous` each chunk says what was used so far, and `tail` is none's.
     """
 
     def __init__(
@@ -37,17 +40,28 @@ class ChunkWriter:
     ) -> None:
         self._include_usage = prompt.include_usage
         self._enveloped = enveloped
+        self.continuous = prompt.continuous_usage
+        self._running = RunningUsage()
         self._common_fields = {"id": id, "object": kinds[0], "created": created, "model": model}
         self.head = b"data: " + _encode({**self._common_fields, "object": kinds[1]})[:-1] + b',"choices":['
         # The parts around a choice and its padding, for replies that write many pieces and join them themselves.
         usage = b'],"usage":null' if prompt.include_usage else b"]"
-        self.tail = usage + (b',"obfuscation":"' if prompt.padded else b"}\n\n")
+        self._padding = b',"obfuscation":"' if prompt.padded else b"}\n\n"
+        self.tail = usage + self._padding
         self.paddings: Iterator[bytes] = paddings if prompt.padded else repeat(b"")
         self.last = b'"}\n\n' if prompt.padded else b""
 
     def event(self, choice: bytes) -> bytes:
         """A chunk with this one choice."""
-        return self.head + choice + self.tail + next(self.paddings) + self.last
+        tail = b'],"usage":' + _encode(self._running.fields()) + self._padding if self.continuous else self.tail
+        return self.head + choice + tail + next(self.paddings) + self.last
+
+    @contextlib.contextmanager
+    def beginning(self, running: RunningUsage) -> Iterator[None]:
+        """Chunks made inside say that nothing is generated yet; those made later, what is by then."""
+        self._running = replace(running, completion_tokens=0)
+        yield
+        self._running = running
 
     def end(self, usage: Usage) -> bytes:
         last = _encode(usage.last_fields())

@@ -27,9 +27,8 @@ from gateway.api.dialect import GenerationRequest
 from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage
 
-TEMPERATURE_DEFAULT: Final = 1.0
 MAX_TOKENS_DEFAULT: Final = 16
 LOGPROBS_MAX: Final = 5
 _encode = msgspec.json.encode
@@ -75,7 +74,7 @@ def completions_prompt(body: CompletionsBody, drawn_seed: int) -> Prompt:
         **prompt_sampling(
             body,
             drawn_seed,
-            temperature=TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
+            temperature=body.temperature,
             top_p=body.top_p,
             seed=body.seed,
             logprobs=0 if body.logprobs is None and drawn > n else body.logprobs,
@@ -130,8 +129,9 @@ class CompletionsReply:
         self._echo = echo
         self._offsets = [0] * prompt.n
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        return b"".join(self.text(choice, self._echo, []) for choice in range(self._shown) if self._echo)
+    def begin(self, running: RunningUsage) -> bytes:
+        with self._chunks.beginning(running):
+            return b"".join(self.text(choice, self._echo, []) for choice in range(self._shown) if self._echo)
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:
         scored = _scored(logprobs, self._offsets[choice]) if logprobs else None

@@ -27,6 +27,11 @@ class ConversationBuilder:
             turn = self._begin()
         turn["content"] = text
 
+    def add_parts(self, role: str, parts: list[dict[str, str]]) -> None:
+        """Adds a turn of texts and images, which is nobody's but a user's."""
+        self._thoughts.clear()
+        self.turns.append({"role": role, "content": parts})
+
     def add_reasoning(self, text: str) -> None:
         """Adds the reasoning before the assistant's next text or call; it is left out if nothing follows."""
         self._thoughts.append(text)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gateway import errors
-from gateway.admission import check_model
 from gateway.api.dialect import (
     AnyRequest,
     BatchRequest,
@@ -18,10 +17,9 @@ from gateway.api.dialect import (
     GenerationRequest,
     LiveRequest,
     TokenCountRequest,
-    draw_seed,
-    matches_task,
     options_in_body,
 )
+from gateway.api.reading import read_call
 from gateway.catalogue.catalogue import Catalogue, Model
 from gateway.errors import ApiError
 from gateway.http import sse
@@ -65,9 +63,8 @@ class InferenceEndpoint:
             raise errors.bad_input("the header 'Idempotency-Key' asks to keep what may not be kept; leave it out")
         try:
             body = await exchange.body(self.context.limits.body_bytes_max, partial(self._take_bytes, request))
-            read = partial(dialect, body, exchange.query, model_name, draw_seed())
-            asked = await self.context.account_locks.parse(request.caller.account.id, len(body), read)
-            model = self._find(request, asked)
+            now = self.calendar()
+            asked, model = await read_call(self.context, self.catalogue, now, request, body, dialect, model_name)
             answer = partial(self._answer, request, model, asked, zero_retention)
             if key is None:
                 await answer()
@@ -89,20 +86,10 @@ class InferenceEndpoint:
         """Raises ApiError where the account sends more bytes than it may."""
         account = request.caller.account
         if wait_s := self.context.account_bytes.take(account.id, size_bytes):
-            self.context.metrics.account_usage.refused(account.id, account.plan.name, "bytes_per_second")
+            self.context.metrics.account_usage.refused(account, "bytes_per_second")
             allowed, retry_after_s = self.context.limits.account_bytes, math.ceil(wait_s)
             message = f"account {account.name} may send {allowed:,} bytes per second; wait {retry_after_s} s"
             raise errors.too_many_requests(message, retry_after_s)
-
-    def _find(self, request: OpenRequest, asked: AnyRequest) -> Model:
-        """The model that the request asks. Raises ApiError where the caller may not have it do this."""
-        model = self.catalogue.find(asked.model)
-        if model is None:
-            raise errors.no_such_model(asked.model)
-        check_model(self.context.limits.region, self.calendar(), request.caller, model, asked.model)
-        if not matches_task(model, asked):
-            raise errors.wrong_task(model.name, model.task)
-        return model
 
     async def _answer(
         self, request: OpenRequest, model: Model, asked: AnyRequest, zero_retention: bool
@@ -110,6 +97,8 @@ class InferenceEndpoint:
         """Answers anew. Returns the call if a model was asked."""
         exchange = request.exchange
         if isinstance(asked, BatchRequest | BatchResultsRequest):
+            if home := request.caller.account.home:
+                raise errors.kept_at_home(home)
             await self.answer_batch(request, model, asked, zero_retention)
             return None
         refuse_options(exchange.query)

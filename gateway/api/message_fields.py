@@ -14,14 +14,23 @@ from gateway.api.body_fields import MESSAGES_MAX, ShortText
 from gateway.api.tool_fields import SCHEMA_DEPTH_MAX, Tool
 from gateway.errors import bad_input
 from gateway.http.json_body import check_depth
+from gateway.images.source import ImageSource, check_count, from_base64, from_bytes, from_data_uri
+
+
+class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image as a data: URI in base64: no address is fetched. `detail` changes nothing: a model sees every image at
+    one size."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One piece of a message's content; only text is served."""
+    """One piece of a message's content: a text, or in a user's message an image."""
 
     type: Literal["text", "image_url", "input_audio", "file", "refusal"]
     text: str | None = None
-    image_url: Any = None
+    image_url: ImageUrl | str | None = None
     input_audio: Any = None
     file: Any = None
     refusal: Any = None
@@ -86,13 +95,43 @@ def refuse_lora(lora: object) -> None:
 
 
 def chat_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The turns as a chat template reads them. Raises ApiError for content that is not text."""
+    """The turns as a chat template reads them. Raises ApiError for content that is neither text nor an image."""
     return [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def chat_images(messages: Sequence[Message]) -> tuple[ImageSource, ...]:
+    """The images of messages, in their order. Raises ApiError."""
+    places = [
+        (part.image_url, f"messages[{i}].content[{j}].image_url")
+        for i, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for j, part in enumerate(message.content)
+        if part.image_url is not None
+    ]
+    check_count([place for _, place in places])
+    return tuple(from_data_uri(image if isinstance(image, str) else image.url, place) for image, place in places)
+
+
+def native_image(image: str | list[int]) -> ImageSource:
+    """`image` of a native body: bytes, or these in base64, by themselves or as a data: URI. Raises ApiError."""
+    if isinstance(image, list):
+        return from_bytes(bytes(image), None, "image")
+    return from_data_uri(image, "image") if image[:5].lower() == "data:" else from_base64(image, None, "image")
+
+
+def with_image(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns with one image more, before what the last of them says, which is the user's. Raises ApiError."""
+    *earlier, last = turns
+    if last["role"] != "user" or isinstance(last["content"], list):
+        advice = "end 'messages' with a user's text, or send all images in 'messages'"
+        raise bad_input(f"'image' belongs to the last message; {advice}", "image")
+    parts = [{"type": "image"}, {"type": "text", "text": last["content"]}]
+    return [*earlier, {**last, "content": parts}]
 
 
 def _turn(message: Message, place: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    turn: dict[str, Any] = {"role": role, "content": _text(message.content, f"{place}.content")}
+    turn: dict[str, Any] = {"role": role, "content": _content(message, f"{place}.content")}
     if message.tool_calls:
         if role != "assistant":
             raise bad_input(f"'{place}.tool_calls' belongs to an assistant's turn; leave it out", f"{place}.tool_calls")
@@ -108,13 +147,25 @@ def _turn(message: Message, place: str) -> dict[str, Any]:
     return turn
 
 
-def _text(content: str | list[Part] | None, place: str) -> str:
+def _content(message: Message, place: str) -> str | list[dict[str, str]]:
+    """A text, or where there is an image the parts."""
+    content = message.content
     if not isinstance(content, list):
         return content or ""
     for i, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            raise bad_input(f"'{place}[{i}]': only parts of type 'text' are supported; send text", f"{place}[{i}]")
-    return "".join(part.text for part in content if part.text is not None)
+        if part.type == "image_url" and part.image_url is not None and message.role == "user":
+            continue
+        if part.type == "image_url":
+            problem = "an image has an 'image_url' and belongs to a user's turn"
+            raise bad_input(f"'{place}[{i}]': {problem}", f"{place}[{i}]")
+        if part.type != "text" or part.text is None or part.image_url is not None:
+            advice = "only parts of type 'text' and 'image_url' are supported; send one of these"
+            raise bad_input(f"'{place}[{i}]': {advice}", f"{place}[{i}]")
+    if all(part.type == "text" for part in content):
+        return "".join(part.text or "" for part in content)
+    return [
+        {"type": "image"} if part.type == "image_url" else {"type": "text", "text": part.text or ""} for part in content
+    ]
 
 
 def tool_call(call: ToolCall, place: str) -> dict[str, Any]:

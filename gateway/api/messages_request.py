@@ -13,6 +13,7 @@ from engine.protocol.types import SamplingParams
 from gateway.api.body_fields import (
     MESSAGES_MAX,
     STOPS_MAX,
+    TEMPERATURE_DEFAULT,
     TOP_P_MIN,
     MaxTokens,
     Probability,
@@ -39,10 +40,10 @@ from gateway.api.tool_fields import (
 from gateway.api.tool_fields import Tool as AnyTool
 from gateway.errors import bad_input, no_threads
 from gateway.http.json_body import decode_body
-from gateway.inference.prompt import Prompt
+from gateway.images.source import ImageSource, check_count, from_base64, from_data_uri
+from gateway.inference.prompt import Prompt, left_to_model
 from gateway.inference.response_format import UNCONSTRAINED, schema_constraint
 
-TEMPERATURE_DEFAULT: Final = 1.0
 FIELD_NAMES: Final = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
@@ -65,6 +66,24 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text", forbi
     cache_control: CacheControl | None = None
     citations: Annotated[list[Any], Meta(max_length=0)] | None = None
     parsed_output: Any = None
+
+
+class Base64Source(msgspec.Struct, frozen=True, tag_field="type", tag="base64", forbid_unknown_fields=True):
+    data: str
+    media_type: Annotated[str, Meta(max_length=64)]
+
+
+class UrlSource(msgspec.Struct, frozen=True, tag_field="type", tag="url", forbid_unknown_fields=True):
+    """A data: URI; no address is fetched."""
+
+    url: str
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image", forbid_unknown_fields=True):
+    """An image of a user's turn."""
+
+    source: Base64Source | UrlSource
+    cache_control: CacheControl | None = None
 
 
 class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
@@ -97,7 +116,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking
     signature: str = ""
 
 
-MessageBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+MessageBlock = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
 
 
 class MessageParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -209,6 +228,7 @@ def parse(body: MessagesBody, drawn_seed: int) -> Prompt:
             top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
             seed=drawn_seed,
         ),
+        left_to_model=left_to_model(temperature=body.temperature, top_k=body.top_k, top_p=body.top_p),
         max_tokens=body.max_tokens,
         stop=body.stop_sequences or [],
         stream=bool(body.stream),
@@ -230,6 +250,7 @@ def messages_prompt(body: CountTokensBody) -> Prompt:
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     return Prompt(
         messages=messages,
+        images=messages_images(body),
         template_options=options,
         field_names=FIELD_NAMES,
         **prompt_constraint(constraint),
@@ -246,19 +267,56 @@ def messages_turns(body: CountTokensBody) -> list[dict[str, Any]]:
     if body.system:
         conversation.add_text("system", _text(body.system))
     for role, messages in groupby(enumerate(body.messages), key=lambda placed: placed[1].role):
-        texts: dict[int, str] = {}  # by message: those in a row are one text
+        pieces: list[tuple[int, str | None]] = []  # a message's number and a text of it, or None for an image
         for i, message in messages:
             for j, block in enumerate(_blocks(message)):
+                place = f"messages[{i}].content[{j}]"
                 if isinstance(block, TextBlock):
-                    texts[i] = texts.get(i, "") + block.text
-                    continue
-                if texts:
-                    conversation.add_text(role, BETWEEN_MESSAGES.join(texts.values()))
-                    texts = {}
-                _add(conversation, role, block, f"messages[{i}].content[{j}]")
-        if texts:
-            conversation.add_text(role, BETWEEN_MESSAGES.join(texts.values()))
+                    pieces.append((i, block.text))
+                elif isinstance(block, ImageBlock):
+                    _require_owner(role, "user", place)
+                    pieces.append((i, None))
+                else:
+                    _add_content(conversation, role, pieces)
+                    pieces = []
+                    _add(conversation, role, block, place)
+        _add_content(conversation, role, pieces)
     return conversation.turns
+
+
+def messages_images(body: CountTokensBody) -> tuple[ImageSource, ...]:
+    """The images of the conversation, in their order. Raises ApiError."""
+    places = [
+        (block.source, f"messages[{i}].content[{j}].source")
+        for i, message in enumerate(body.messages)
+        for j, block in enumerate(_blocks(message))
+        if isinstance(block, ImageBlock)
+    ]
+    check_count([place for _, place in places])
+    return tuple(
+        from_base64(source.data, source.media_type, f"{place}.data")
+        if isinstance(source, Base64Source)
+        else from_data_uri(source.url, f"{place}.url")
+        for source, place in places
+    )
+
+
+def _add_content(conversation: ConversationBuilder, role: str, pieces: list[tuple[int, str | None]]) -> None:
+    """Adds texts and images that follow each other: messages of one role in a row are one turn, with an empty line
+    between their texts."""
+    parts: list[dict[str, str]] = []
+    for index, (message, text) in enumerate(pieces):
+        between = BETWEEN_MESSAGES if index and pieces[index - 1][0] != message else ""
+        if text is None:
+            parts.append({"type": "image"})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += between + text
+        else:
+            parts.append({"type": "text", "text": between + text})
+    if any(text is None for _, text in pieces):
+        conversation.add_parts(role, parts)
+    elif parts:
+        conversation.add_text(role, parts[0]["text"])
 
 
 def _blocks(message: MessageParam) -> list[MessageBlock]:
@@ -268,9 +326,7 @@ def _blocks(message: MessageParam) -> list[MessageBlock]:
 def _add(
     conversation: ConversationBuilder, role: str, block: ToolUseBlock | ToolResultBlock | ThinkingBlock, place: str
 ) -> None:
-    owner = "user" if isinstance(block, ToolResultBlock) else "assistant"
-    if role != owner:
-        raise bad_input(f"'{place}': a block of this type belongs to a turn of role '{owner}'", place)
+    _require_owner(role, "user" if isinstance(block, ToolResultBlock) else "assistant", place)
     match block:
         case ToolUseBlock():
             conversation.add_call(block.id, block.name, block.input, place)
@@ -281,6 +337,11 @@ def _add(
             )
         case ThinkingBlock():
             conversation.add_reasoning(block.thinking)
+
+
+def _require_owner(role: str, owner: str, place: str) -> None:
+    if role != owner:
+        raise bad_input(f"'{place}': a block of this type belongs to a turn of role '{owner}'", place)
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import anthropic_envelope
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage
 
 BlockKind = Literal["text", "thinking", "tool_use"]
 # What the pieces of a block are called, and the field that they are in.
@@ -40,8 +40,8 @@ class MessagesReply:
         self._delta = b""  # how the events of the open block's pieces begin
         self._ending: dict[str, Any] = {}
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        usage = {**_read(prompt_tokens, cached_tokens), "output_tokens": 0, **TIER}
+    def begin(self, running: RunningUsage) -> bytes:
+        usage = {**_read(running.prompt_tokens, running.cached_tokens), "output_tokens": 0, **TIER}
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 

@@ -1,4 +1,5 @@
-"""OpenAI's Responses: a body with items to a Prompt. The answer is made in `responses_response`.
+"""OpenAI's Responses: a body to a Prompt. Its items are read in `responses_items`; the answer is made in
+`responses_response`.
 
 Nothing is stored: a conversation is sent whole each time. It does not know accounts, replicas or sockets.
 """
@@ -13,19 +14,23 @@ from engine.protocol.types import SamplingParams
 from gateway.api.body_fields import (
     LOGPROBS_MAX,
     MESSAGES_MAX,
+    TEMPERATURE_DEFAULT,
     TOP_P_MIN,
     MaxTokens,
     Metadata,
+    MinTokens,
     Probability,
     ReasoningEffort,
     ShortText,
+    Stop,
     prompt_constraint,
     refuse_field,
     refuse_unless,
+    stop_strings,
     template_options,
 )
-from gateway.api.conversation import ConversationBuilder
 from gateway.api.dialect import GenerationRequest, TokenCountRequest
+from gateway.api.responses_items import Item, item_images, item_turns
 from gateway.api.responses_response import ResponsesReply
 from gateway.api.tool_fields import (
     TOOLS_MAX,
@@ -40,10 +45,9 @@ from gateway.api.tool_fields import (
 from gateway.api.tool_fields import Tool as AnyTool
 from gateway.errors import bad_input
 from gateway.http.json_body import decode_body
-from gateway.inference.prompt import Prompt
+from gateway.inference.prompt import Prompt, left_to_model
 from gateway.inference.response_format import UNCONSTRAINED, ResponseConstraint, schema_constraint
 
-TEMPERATURE_DEFAULT: Final = 1.0
 FIELD_NAMES: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -51,85 +55,6 @@ FIELD_NAMES: Final = {
 }
 STORED: Final = "nothing is stored here; send the whole conversation in 'input'"
 WHOLE: Final = "reasoning is answered whole; leave it out"
-Id = Annotated[str, Meta(max_length=256)]
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class Breakpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a cache may cut. Every prefix is cached here in any case."""
-
-    mode: Literal["explicit"]
-    ttl: Literal["30m", "12h"] | None = None
-
-
-class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text", forbid_unknown_fields=True):
-    text: str
-    prompt_cache_breakpoint: Breakpoint | None = None
-
-
-class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text", forbid_unknown_fields=True):
-    """As an answer had it; what it had beside the text is not read."""
-
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    parsed: Any = None
-
-
-class Refused(msgspec.Struct, frozen=True, tag_field="type", tag="refusal", forbid_unknown_fields=True):
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-class SummaryText(msgspec.Struct, frozen=True, tag_field="type", tag="summary_text", forbid_unknown_fields=True):
-    text: str
-
-
-class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text", forbid_unknown_fields=True):
-    text: str
-
-
-ContentPart = InputText | OutputText | Refused | ReasoningText
-
-
-class ResponsesDirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct", forbid_unknown_fields=True):
-    """The caller of a tool is the model itself."""
-
-
-class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A message, a call of a function, what it gave, or reasoning; without a `type` it is a message.
-
-    `id`, `status`, `phase` and `caller` are taken as an answer had them, and change nothing.
-    """
-
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[ContentPart] | None = None
-    name: ToolName | None = None
-    arguments: str | None = None
-    call_id: Id | None = None
-    output: str | list[InputText] | None = None
-    summary: list[SummaryText] | None = None
-    encrypted_content: None = None
-    id: Id | None = None
-    status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-    caller: ResponsesDirectCaller | None = None
-    namespace: None = None
-    parsed_arguments: Any = None
-
-
-ANY_ITEM: Final = ("type", "id", "status")
-# What an item of each type must have, and what it may have.
-FIELDS: Final = {
-    "message": (("role", "content"), ("phase",)),
-    "function_call": (("call_id", "name", "arguments"), ("caller", "parsed_arguments")),
-    "function_call_output": (("call_id", "output"), ("caller",)),
-    "reasoning": ((), ("summary", "content")),
-}
 
 
 class ResponsesTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -229,7 +154,8 @@ class ResponsesBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown_f
     """Every field of Responses. From `store` on they are refused where they ask for something.
 
     `metadata`, `safety_identifier` and `prompt_cache_key` are labels: the answer repeats them, they change nothing.
-    The cache is always the account's own. Reasoning is sent back as text, without `encrypted_content`.
+    The cache is always the account's own. Reasoning is sent back as text, without `encrypted_content`. `stop`,
+    `min_tokens` and `ignore_eos` are vLLM's.
     """
 
     max_output_tokens: MaxTokens | None = None
@@ -241,6 +167,9 @@ class ResponsesBody(ResponsesFields, frozen=True, kw_only=True, forbid_unknown_f
     stream_options: ResponsesStreamOptions | None = None
     metadata: Metadata | None = None
     user: ShortText | None = None
+    stop: Stop | None = None
+    min_tokens: MinTokens | None = None
+    ignore_eos: bool | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None
     store: bool | None = None
@@ -276,7 +205,11 @@ def parse(body: ResponsesBody, drawn_seed: int) -> Prompt:
             top_p=1.0 if body.top_p is None else max(body.top_p, TOP_P_MIN),
             seed=drawn_seed,
             logprobs=(body.top_logprobs or 0) if scored else None,
+            min_tokens=body.min_tokens or 0,
+            ignore_eos=bool(body.ignore_eos),
         ),
+        left_to_model=left_to_model(temperature=body.temperature, top_p=body.top_p),
+        stop=stop_strings(body.stop),
         max_tokens=body.max_output_tokens,
         stream=bool(body.stream),
         padded=body.stream_options is None or body.stream_options.include_obfuscation is not False,
@@ -296,11 +229,12 @@ def responses_prompt(body: ResponsesFields) -> Prompt:
     refuse_unless("reasoning.context", reasoning.context, ("auto",), "the chat template decides; leave it out")
     refuse_unless("reasoning.mode", reasoning.mode, ("standard",), "leave it out")
     constraint = _constraint(text.format)
-    messages = responses_turns(body)
+    messages = item_turns(body.instructions, body.input)
     options = template_options(None, reasoning.effort)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     return Prompt(
         messages=messages,
+        images=item_images(body.input),
         template_options=options,
         field_names=FIELD_NAMES,
         **prompt_constraint(constraint),
@@ -320,51 +254,6 @@ def _refuse_unserved(body: ResponsesBody) -> None:
     refuse_unless("context_management", body.context_management, ([],), "shorten 'input' yourself")
     for field in ("moderation", "access_programs", "image"):
         refuse_field(field, getattr(body, field), "leave it out")
-
-
-def responses_turns(body: ResponsesFields) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it. Raises ApiError."""
-    conversation = ConversationBuilder()
-    if body.instructions:
-        conversation.add_text("system", body.instructions)
-    if isinstance(body.input, str):
-        conversation.add_text("user", body.input)
-        return conversation.turns
-    for i, item in enumerate(body.input):
-        _add(conversation, item, f"input[{i}]")
-    if not conversation.turns:
-        raise bad_input("'input' has no message; send one", "input")
-    return conversation.turns
-
-
-def _add(conversation: ConversationBuilder, item: Item, place: str) -> None:
-    _check(item, place)
-    match item.type:
-        case "message":
-            conversation.add_text(item.role or "", _text(item.content))
-        case "reasoning":
-            conversation.add_reasoning(_text(item.content) or _text(item.summary))
-        case "function_call":
-            conversation.add_call(item.call_id or "", item.name or "", item.arguments or "", place)
-        case "function_call_output":
-            conversation.add_result(item.call_id or "", _text(item.output), f"{place}.call_id")
-
-
-def _check(item: Item, place: str) -> None:
-    """Raises ApiError for what an item of its type lacks, or has too much."""
-    needed, possible = FIELDS[item.type]
-    for field in item.__struct_fields__:
-        missing = getattr(item, field) is None
-        if field in needed and missing:
-            raise bad_input(f"'{place}.{field}' is missing; give it", f"{place}.{field}")
-        if not missing and field not in (*needed, *possible, *ANY_ITEM):
-            raise bad_input(f"'{place}.{field}' is not a field of a {item.type}; leave it out", f"{place}.{field}")
-
-
-def _text(content: str | list[ContentPart] | list[InputText] | list[SummaryText] | None) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text for part in content)
 
 
 def _tool(tool: ResponsesTool, place: str) -> AnyTool:
@@ -396,7 +285,7 @@ def _constraint(format: PlainText | JsonObject | JsonSchema | None) -> ResponseC
 
 
 def echo_fields(body: ResponsesBody) -> dict[str, Any]:
-    """The fields of the request that the answer repeats, and the defaults of those that it left out."""
+    """The fields of the request that the answer repeats, with the defaults of others; null is left to the model."""
     text, reasoning = body.text or TextConfig(), body.reasoning or Reasoning()
     return {
         "instructions": body.instructions,
@@ -405,8 +294,8 @@ def echo_fields(body: ResponsesBody) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "temperature": TEMPERATURE_DEFAULT if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
         "top_logprobs": body.top_logprobs or 0,
         "text": {"format": msgspec.to_builtins(text.format or PlainText()), "verbosity": "medium"},
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},

@@ -14,7 +14,7 @@ from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.http.error_format import message_with_id
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage
 
 ItemKind = Literal["reasoning", "message", "function_call"]
 # How the ids of an item begin, and the events of its pieces.
@@ -91,7 +91,7 @@ class ResponsesReply:
         self._waiting: list[dict[str, Any]] = []  # log probabilities that no text has come for
         self._reason = "stop"
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+    def begin(self, running: RunningUsage) -> bytes:
         response = self._response("in_progress", [], None)
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
@@ -130,7 +130,7 @@ class ResponsesReply:
         return self._event(f"response.{status}", response=self._response(status, self._done, spent))
 
     def fail(self, refusal: ApiError, request_id: str) -> bytes:
-        begun = b"" if self._sequence else self.begin(0, 0)
+        begun = b"" if self._sequence else self.begin(RunningUsage())
         message = message_with_id(refusal, request_id)
         error = self._event("error", code=refusal.kind, message=message, param=refusal.param)
         response = self._response("failed", self._done, None)

@@ -11,7 +11,6 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from gateway import errors
 from gateway.api.chat import read_chat, read_run_chat
 from gateway.api.completions import read_completions
 from gateway.api.dialect import AnyRequest, Dialect
@@ -24,6 +23,7 @@ from gateway.api.run_native import read_run_native
 from gateway.catalogue.catalogue import Catalogue
 from gateway.http.error_format import ErrorFormat
 from gateway.http.json_body import decode_body
+from gateway.http.unknown_fields import UnknownField
 
 # By the catalogue's word for the family of a model's bodies.
 RUN_FAMILIES: Final[Mapping[str, Dialect]] = {
@@ -69,12 +69,13 @@ _decoder: Final = msgspec.json.Decoder(RunBody)
 
 
 def read_run(catalogue: Catalogue, body: bytes, query: bytes, model: str | None, drawn_seed: int) -> AnyRequest:
-    """The dialect of `/ai/run/{model}` and `/ai/run`: the model's catalogue entry names the family that reads it."""
+    """The dialect of `/ai/run/{model}` and `/ai/run`: the model's catalogue entry names the family that reads it.
+    Raises ApiError and UnknownModel."""
     if model is None:
         request = decode_body(body, _decoder)
-        model, body = request.model, bytes(request.input)
-    entry = catalogue.find(model)
-    if entry is None:
-        raise errors.no_such_model(model)
-    family = RUN_FAMILIES[entry.run_family]
+        try:
+            return read_run(catalogue, bytes(request.input), query, request.model, drawn_seed)
+        except UnknownField as unknown:
+            raise unknown.inside("input") from None
+    family = RUN_FAMILIES[catalogue.get(model).run_family]
     return read_batch(body, query, model, family) or family(body, query, model, drawn_seed)

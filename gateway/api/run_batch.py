@@ -19,7 +19,7 @@ from gateway.api.dialect import (
     options_in_body,
 )
 from gateway.errors import ApiError, bad_input
-from gateway.http.json_body import decode_body, query_options
+from gateway.http.json_body import decode_body, malformed, query_options
 from gateway.inference.embedding_types import EmbeddingRequest
 from tenants.records.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX, ITEM_BYTES_MAX
 
@@ -75,8 +75,10 @@ def _split(body: bytes) -> list[msgspec.Raw]:
     except msgspec.ValidationError as error:
         problem = str(error).replace("`", "")
         raise bad_input(f"'requests': {problem}; send a list of 1 to {BATCH_ITEMS_MAX}", "requests") from None
-    except (ValueError, RecursionError):
-        raise bad_input("the body is not valid JSON (UTF-8, no NaN, no comments); send one JSON object") from None
+    except RecursionError:
+        raise bad_input("the body is nested too deeply; flatten it") from None
+    except ValueError as error:
+        raise bad_input(malformed("the body is not valid JSON", body, error)) from None
 
 
 def check_item(batch: BatchRequest, index: int) -> tuple[bytes, str | None]:
@@ -118,6 +120,5 @@ def _placed(refusal: ApiError, place: str) -> ApiError:
     if param is not None and f"'{param}" in message:
         message = message.replace(f"'{param}", f"'{place}.{param}", 1)
     else:
-        head, separator, rest = message.partition("Error: ")
-        message = f"{head}{separator}'{place}': {rest}" if separator else f"'{place}': {message}"
+        message = f"'{place}': {message}"
     return replace(refusal, message=message, param=place if param is None else f"{place}.{param}")

@@ -25,19 +25,25 @@ from gateway.api.body_fields import (
     template_options,
 )
 from gateway.api.dialect import GenerationRequest
-from gateway.api.message_fields import Messages, refuse_lora, run_messages
+from gateway.api.message_fields import Messages, chat_images, native_image, refuse_lora, run_messages, with_image
 from gateway.api.tool_fields import ToolChoiceField, Tools, prompt_tools
-from gateway.errors import ApiError
+from gateway.errors import ApiError, bad_input
 from gateway.http import sse
 from gateway.http.error_format import envelope
 from gateway.http.json_body import decode_body
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage, enveloped
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage, enveloped
 from gateway.inference.run_options import RunOptionsBody
 
-TEMPERATURE_DEFAULT: Final = 0.6
+TEMPERATURE_DEFAULT: Final = 0.6  # which Workers AI states, and a model's own does not change
 MAX_TOKENS_DEFAULT: Final = 256
 _encode = msgspec.json.encode
+
+
+NativeImage = Annotated[
+    Annotated[str, Meta(min_length=1)] | Annotated[list[Annotated[int, Meta(ge=0, le=255)]], Meta(min_length=1)],
+    Meta(description="An image before the prompt, or before the last user's message: its bytes, or these in base64."),
+]
 
 
 class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +51,7 @@ class RunNativeBody(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fi
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
     messages: Messages | None = None
+    image: NativeImage | None = None
     model: ShortText | None = None
     raw: bool | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -73,14 +80,23 @@ _decoder: Final = msgspec.json.Decoder(RunNativeBody)
 def native_prompt(body: RunNativeBody, drawn_seed: int) -> Prompt:
     """What a body of `/ai/run` asks for. Raises ApiError."""
     _refuse_unserved(body)
+    text, messages = body.prompt, run_messages(body.prompt, body.messages, body.raw, body.tools)
+    images = chat_images(body.messages or ())
+    if body.image is not None:
+        if body.raw:
+            raise bad_input("'raw' skips the chat template, which an 'image' needs; leave one of them out", "raw")
+        messages = with_image(messages or [{"role": "user", "content": text}])
+        text, images = None, (*images, native_image(body.image))
     return Prompt(
-        text=body.prompt,
-        messages=run_messages(body.prompt, body.messages, body.raw, body.tools),
+        text=text,
+        messages=messages,
+        images=images,
         raw=bool(body.raw),
         template_options=template_options(body.chat_template_kwargs, body.reasoning_effort),
         max_tokens=max_tokens_of(body.max_tokens, body.max_completion_tokens) or MAX_TOKENS_DEFAULT,
         stream=bool(body.stream),
         include_usage=True,
+        whole_only=True,
         options=body.options,
         **prompt_tools(body.tools, body.tool_choice, body.parallel_tool_calls),
         **prompt_sampling(
@@ -113,7 +129,7 @@ class NativeReply:
         self._paddings = paddings
         self._document = document
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
+    def begin(self, running: RunningUsage) -> bytes:
         return b""
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes:

@@ -6,8 +6,11 @@ the queue: until a limit of its account gives way, or for a moment where a repli
 killed gateway are claimed again when their leases are over, under the same request ids.
 
 Requests are claimed only for models on a device. Once batches have waited ASLEEP_S for a model that sleeps, its
-machines get the demand of one live request. Its weight is below every plan's at first, and that of a plain request when
-the oldest batch is a day old: batches take the room that nobody wants, and get some in the end.
+machines get the demand of one live request; where requests of an account found it in none of its regions, machines of
+those do. Its weight is below every plan's at first, and that of a plain request when the oldest batch is a day old:
+batches take the room that nobody wants, and get some in the end.
+
+Requests for a model that was removed wait: they run once it is asked for again, here or at another gateway.
 """
 
 import asyncio
@@ -85,7 +88,7 @@ class BatchWorker:
         checks: OpenRequestChecks,
         batches: BatchStore,
         encryption: BatchEncryption,
-        dialect: Dialect,
+        families: Mapping[str, Dialect],
         arrived: asyncio.Event,
     ) -> None:
         self._endpoint = endpoint
@@ -95,21 +98,24 @@ class BatchWorker:
         self._checks = checks
         self._batches = batches
         self._encryption = encryption
-        self._dialect = dialect  # of `/ai/run`
+        self._families = families  # of bodies of `/ai/run`, by their names
         self._arrived = arrived
-        self._models = list(endpoint.catalogue)
+        self._catalogue = endpoint.catalogue
+        self._demanded: set[str] = set()  # models that machines were told of
+        self._missed: set[tuple[str, tuple[str, ...]]] = set()  # models that no machine serves in these regions,
+        self._bound: set[tuple[str, tuple[str, ...]]] = set()  # and those of them that machines there were told of
         self._claimed: dict[str, _ClaimedItem] = {}
         self._closing: set[str] = set()  # batches that are being closed
         self._stopped = False
         self._concurrency = ConcurrencyController()
-        self.running = Counter({model.name: 0 for model in self._models})
+        self.running = Counter(dict.fromkeys(endpoint.catalogue.names, 0))
         self.waiting: Mapping[str, QueueDepth] = {}
 
     def stop(self) -> None:
         """Claims nothing more."""
         self._stopped = True
-        for model in self._models:
-            self._context.fleet.set_batch_demand(model.name, 0, 0.0)
+        for name, regions in {*((name, ()) for name in self._demanded), *self._bound}:
+            self._context.fleet.set_batch_demand(name, 0, 0.0, regions)
 
     async def run(self) -> None:
         """Works until cancelled; then puts back what has not ended."""
@@ -120,12 +126,13 @@ class BatchWorker:
                 group.create_task(self._every(TIDY_S, self._sweep))
                 group.create_task(self._every(PACE_S, self._adjust))
                 group.create_task(self._every(0.0, lambda: self._claim(group)))
-        except asyncio.CancelledError:  # another gateway, or this one after a restart, goes on at once
+        finally:  # another gateway, or this one once it is begun again, goes on at once
+            claimed, self._claimed = [claimed.item for claimed in self._claimed.values()], {}
+            self.running = Counter(dict.fromkeys(self.running, 0))
             try:
-                await self._batches.put_back([claimed.item for claimed in self._claimed.values()], 0.0)
+                await self._batches.put_back(claimed, 0.0)
             except StoreUnavailable as problem:
-                log.warning("batches_left", extra={"fields": {"items": len(self._claimed), "for": str(problem)}})
-            raise
+                log.warning("batches_left", extra={"fields": {"items": len(claimed), "for": str(problem)}})
 
     async def _every(self, seconds: float, act: Callable[[], Awaitable[object]]) -> None:
         """Repeats `act`. While the store is away nothing is lost: leases and holds go on, or end."""
@@ -140,7 +147,7 @@ class BatchWorker:
     async def _claim(self, group: asyncio.TaskGroup) -> None:
         """Claims as much as there is room for; waits a moment if that is nothing."""
         claimed = False
-        for model in self._models:
+        for model in self._catalogue:
             spare = self._context.fleet.spare(model.name, BACKGROUND_MAX)
             count = min(CLAIM, max(1, self._concurrency.limit // 4))
             if self._stopped or min(spare, self._concurrency.limit - self.running.total()) < count:
@@ -188,13 +195,21 @@ class BatchWorker:
     async def _sweep(self) -> None:
         """Tidies the store up, and sends demand for models that sleep while batches wait for them."""
         await self._batches.sweep()
-        self.waiting = await self._batches.waiting([model.name for model in self._models])
-        fleet, now = self._context.fleet, self._calendar()
-        for model in self._models:
-            waiting = self.waiting.get(model.name)
+        self.waiting = await self._batches.waiting(self._catalogue.names)
+        fleet, now, weights = self._context.fleet, self._calendar(), dict[str, float]()
+        names = self._catalogue.names
+        for name in {*names, *self._demanded}:
+            waiting = self.waiting.get(name) if name in names else None
             waited_s = now - waiting.oldest_at if waiting is not None and waiting.items else 0.0
-            needed = not self._stopped and waited_s >= ASLEEP_S and not fleet.serves(model.name)
-            fleet.set_batch_demand(model.name, int(needed), min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S)))
+            needed = not self._stopped and waited_s >= ASLEEP_S and not fleet.serves(name)
+            weights[name] = min(1.0, max(SLEEPING_WEIGHT_MIN, waited_s / DAY_S))
+            fleet.set_batch_demand(name, int(needed), weights[name])
+            (self._demanded.add if needed else self._demanded.discard)(name)
+        missed, self._missed = self._missed, set()
+        for name, regions in missed | self._bound:
+            needed = not self._stopped and (name, regions) in missed and not fleet.serves(name, regions)
+            fleet.set_batch_demand(name, int(needed), weights.get(name, SLEEPING_WEIGHT_MIN), regions)
+        self._bound = missed
 
     async def _run(self, item: BatchJobItem, model: Model) -> None:
         self._claimed[item.request_id] = claimed = _ClaimedItem(item)
@@ -208,7 +223,8 @@ class BatchWorker:
             fields = {"request": item.request_id, "error": type(error).__name__}
             log.error("batch_item_failed", extra={"fields": fields})
         self.running[model.name] -= 1
-        del self._claimed[item.request_id]
+        if self._claimed.get(item.request_id) is claimed:  # else its lease ran out here, and it was claimed anew
+            del self._claimed[item.request_id]
         self._arrived.set()
 
     async def _try(self, claimed: _ClaimedItem, model: Model) -> None:
@@ -226,12 +242,18 @@ class BatchWorker:
             await self._refuse(item, refusal, cipher.seal_result(item.place, _failed(stored, refusal)))
             return
         refused = await self._serve(call)
+        if refused is not None and call.regions and not self._context.fleet.serves(model.name, call.regions):
+            self._missed.add((model.name, call.regions))
         if refused is not None and (delay_s := _delay_s(refused)) is not None:
             call.release()
             await self._batches.put_back([item], delay_s)
             return
-        result = _succeeded(stored, exchange.content) if refused is None else _failed(stored, refused)
-        await self._end(item, call, refused is None, cipher.seal_result(item.place, result))
+
+        def result() -> bytes:
+            answer = _succeeded(stored, exchange.content) if refused is None else _failed(stored, refused)
+            return cipher.seal_result(item.place, answer)
+
+        await self._end(item, call, refused is None, result)
 
     async def _open(
         self, claimed: _ClaimedItem, model: Model, stored: StoredRequest
@@ -244,7 +266,7 @@ class BatchWorker:
         if item.tries > TRIES_MAX:
             raise errors.failed(f"it broke off {TRIES_MAX} times; send it again, or change it")
         exchange.body_bytes = len(stored.body)
-        read = partial(self._dialect, stored.body, b"", model.name, draw_seed())
+        read = partial(self._families[model.run_family], stored.body, b"", model.name, draw_seed())
         request = await self._context.account_locks.parse(item.account_id, exchange.body_bytes, read)
         assert not isinstance(request, BatchRequest | BatchResultsRequest), "a batch holds no batches"
         options = RunOptions(tags=stored.tags, metadata=stored.metadata, background=True)
@@ -287,17 +309,22 @@ class BatchWorker:
             return errors.internal()
         return None
 
-    async def _end(self, item: BatchJobItem, call: InferenceCall, succeeded: bool, result: bytes) -> None:
+    async def _end(self, item: BatchJobItem, call: InferenceCall, succeeded: bool, result: Callable[[], bytes]) -> None:
         """Writes result and charge, until the store has them: only this gateway knows that the request was served."""
         spent = call.stop()
-        record = None if call.reservation is None else call.reservation.record(spent, spent.outcome)
-        while True:
-            try:
-                await self._batches.end(item, succeeded, result, record)
-                break
-            except StoreUnavailable as problem:
-                self._context.store_health.mark_down(problem)
-                await asyncio.sleep(AGAIN_S)
+        try:
+            record = None if call.reservation is None else call.reservation.record(spent, spent.outcome)
+            sealed = result()
+            while True:
+                try:
+                    await self._batches.end(item, succeeded, sealed, record)
+                    break
+                except StoreUnavailable as problem:
+                    self._context.store_health.mark_down(problem)
+                    await asyncio.sleep(AGAIN_S)
+        except BaseException:  # it is tried again under its id, to which the hold belongs
+            call.release()
+            raise
         call.end_recorded(spent)
 
 
@@ -316,5 +343,5 @@ def _succeeded(stored: StoredRequest, content: bytes) -> bytes:
 
 
 def _failed(stored: StoredRequest, refusal: ApiError) -> bytes:
-    error = [{"code": refusal.code, "message": refusal.message}]
+    error = [{"code": refusal.code, "message": refusal.enveloped}]
     return msgspec.json.encode({"success": False, "errors": error, "external_reference": stored.reference})

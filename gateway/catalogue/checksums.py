@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from tqdm import tqdm
-
 SUMS_NAME: Final = "SHA256SUMS"
 _LINE: Final = re.compile(r"(\\?)([0-9A-Fa-f]{64}) [ *](.+)")
 _READ_BYTES: Final = 4 << 20
@@ -58,6 +56,8 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 def require_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Reads every file that has a sum, several at once, with a bar where stderr is a terminal. Raises ChecksumError for
     the first that is missing or another one; then the others are read no further."""
+    from tqdm import tqdm  # only here: its import is a tenth of what an agent waits for to read settings
+
     sizes = {name: _size(folder / name) for name in sums}
     ending = threading.Event()
     with (
@@ -73,7 +73,7 @@ def require_sums(folder: Path, sums: Mapping[str, str]) -> None:
             return not ending.is_set()
 
         largest_first = sorted(sums, key=lambda name: -sizes[name])
-        sums_read = [(name, pool.submit(_sum, folder / name, read)) for name in largest_first]
+        sums_read = [(name, pool.submit(sum_file, folder / name, read)) for name in largest_first]
         try:
             for name, future in sums_read:
                 if future.result() != sums[name]:
@@ -92,8 +92,9 @@ def _size(path: Path) -> int:
         raise ChecksumError(f"{path}, which {SUMS_NAME} names, cannot be read: {error.strerror}") from error
 
 
-def _sum(path: Path, read: Callable[[int], bool]) -> str:
-    """The SHA-256 of a file, in hex. Reading stops where `read` returns false."""
+def sum_file(path: Path, read: Callable[[int], bool]) -> str:
+    """The SHA-256 of a file, in hex. Reading stops where `read`, which is told each number of bytes, returns false.
+    Raises ChecksumError."""
     digest, memory = hashlib.sha256(), bytearray(_READ_BYTES)
     try:
         with path.open("rb", buffering=0) as file:

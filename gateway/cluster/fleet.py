@@ -1,32 +1,37 @@
-"""The replicas that can serve: what machines report, the connections to both, and requests that wait for a model.
+"""The replicas that can serve: what machines report, and requests that wait for a model.
 
-It knows asyncio, and nothing of HTTP, text or tenants. Requests for a model that is not on a device wait here; machines
-are told how many there are, and all go on once a replica moves toward the device.
+It knows asyncio, and nothing of HTTP, text or tenants. Requests for a model that is not on a device wait here; the
+machines that should hold it are told how many there are, and all go on once a replica moves toward the device.
 """
 
 import asyncio
-import contextlib
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from engine.process.supervised import Backoff
+from msgspec import structs
+
 from engine.protocol import frames
-from engine.protocol.address import parse_address
-from engine.protocol.types import Residency
+from engine.protocol.address import parse_tls_address
 from gateway.cluster import route
 from gateway.cluster.client import ReplicaClient, ReplicaConnection
-from gateway.cluster.connection import MachineConnection, connect, error_text
+from gateway.cluster.connection import Connector, MachineConnection, connect
+from gateway.cluster.machine_links import MachineLinks
+from gateway.cluster.model_pool import ModelPool, StandingRings
+from gateway.cluster.move_log import MoveLog
+from gateway.cluster.raised_epochs import RaisedEpochs
 from gateway.cluster.replica_counters import RecentLoad, ReplicaCounters
-from gateway.cluster.wake_queue import WakeQueue
+from gateway.cluster.replica_entry import MachineEntry, ReplicaEntry, Standing
+from gateway.cluster.replica_links import ReplicaLinks
+from gateway.cluster.route import ReplicaRing
+from gateway.cluster.wake_queue import AwaitedModel, WakeQueue
+from gateway.cluster.wake_targets import WakeTargets
+from gateway.members.protocol import Membership
 
-BACKOFF_S: Final = (0.05, 2.0)
-LEAVING_MS: Final = 1000  # the estimate for a replica that leaves the device to be back
 RETRY_SOON_S: Final = 5  # where no machine can tell when the model is ready
 RETRY_LATER_S: Final = 30  # where no machine can serve it
 
@@ -35,67 +40,11 @@ log = logging.getLogger(__name__)
 
 class NoReplicaAvailable(Exception):
     """No replica could serve the model before the deadline. `loading`: one may come, in `retry_after_s` as far as that
-    can be told; else the model cannot be served here."""
+    can be told; else the model cannot be served here. `outside`: it can, but not where the call may be."""
 
-    def __init__(self, message: str, loading: bool, retry_after_s: int = RETRY_SOON_S) -> None:
+    def __init__(self, message: str, loading: bool, retry_after_s: int = RETRY_SOON_S, outside: bool = False) -> None:
         super().__init__(message)
-        self.message = message
-        self.loading = loading
-        self.retry_after_s = retry_after_s
-
-
-@dataclass(slots=True)
-class _ReplicaEntry:
-    """A replica that a machine reported, and the task that keeps the connection to it."""
-
-    state: frames.ReplicaState
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-    connection: ReplicaConnection | None = None
-    problem: str = ""
-
-    @property
-    def present(self) -> bool:
-        """Whether it is on the device and stays there."""
-        return self.state.residency is self.state.toward is Residency.DEVICE
-
-    @property
-    def coming(self) -> bool:
-        """Whether it moves toward the device."""
-        return self.state.residency < self.state.toward is Residency.DEVICE
-
-    @property
-    def at_rest(self) -> bool:
-        """Whether it is where its machine wants it, and not on the device."""
-        return self.state.residency is self.state.toward is not Residency.DEVICE
-
-    @property
-    def hopeless(self) -> bool:
-        """Whether waiting is in vain: it cannot run, or died so often that it is not started for a while."""
-        return self.state.ready_ms < 0 or self.state.quarantined
-
-    @property
-    def expected_ms(self) -> int | None:
-        """Time until it could serve, as far as its machine can tell. A replica that leaves may soon be back."""
-        if self.hopeless:
-            return None
-        leaves = self.state.toward < self.state.residency is Residency.DEVICE
-        return self.state.ready_ms or (LEAVING_MS if leaves else None)
-
-    @property
-    def starting(self) -> bool:
-        """Whether its process is about to listen."""
-        return self.state.residency is Residency.DISK and self.state.toward is not Residency.DISK
-
-    @property
-    def reachable(self) -> bool:
-        """Whether its process exists or is about to start."""
-        return self.state.residency is not Residency.DISK or self.starting
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests can be sent to it, wherever it is."""
-        return self.connection is not None and self.connection.ready
+        self.message, self.loading, self.retry_after_s, self.outside = message, loading, retry_after_s, outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +55,7 @@ class ReplicaView:
     ready       whether it serves.
     expected_s  the time until it could serve a request of now; None: it cannot, or no machine can tell.
     load        None while there is no connection.
+    differs     it gets no calls, since most replicas of its name compute with something else.
     """
 
     machine: str
@@ -115,6 +65,7 @@ class ReplicaView:
     problem: str
     load: frames.ReplicaLoad | None
     recent_load: RecentLoad
+    differs: bool = False
 
     @property
     def model(self) -> str:
@@ -141,61 +92,65 @@ class ReplicaFleet:
         machine_addresses: Sequence[str],
         *,
         on_waited: Callable[[str, float], None] = lambda model, seconds: None,
+        clock: Callable[[], float] = time.time,
+        connector: Connector = connect,
     ) -> None:
-        for address in machine_addresses:
-            parse_address(address)  # a wrong address is an error at the start, not a retry for ever
-        self._addresses = list(dict.fromkeys(machine_addresses))
+        """`machine_addresses` are there from the start; `links` takes others."""
+        self.links = MachineLinks(connector, self._on_report, self._on_gone)
+        self.links.follow(self, Membership(frozenset(machine_addresses)))
         self.counters = ReplicaCounters()
+        self.moves = MoveLog(clock)
+        self.epochs = RaisedEpochs()
+        self.route_key = b""  # of the names by which replicas tell what they have cached; set before it runs
         self._on_waited = on_waited
         self._wake_queue = WakeQueue(self._send_demand)
-        self._replicas: dict[tuple[str, str], _ReplicaEntry] = {}
-        self._machines: dict[str, MachineConnection] = {}
-        self._reports: dict[str, frames.MachineState] = {}
-        self._problems: dict[str, str] = {}
+        self._wake_targets = WakeTargets()
+        self._machines: dict[str, MachineEntry] = {}
+        self._pools: dict[str, ModelPool] = {}
+        self._evacuated: dict[ReplicaEntry, None] = {}
+        self._replica_links = ReplicaLinks(self._machines, connector, self._on_change, self._open_connection)
 
     async def run(self) -> None:
         """Connects to the machines and to the replicas they report, again and again, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._wake_queue.run())
-            for address in self._addresses:
-                group.create_task(self._keep_machine(address, group))
+            group.create_task(self._replica_links.run())
+            group.create_task(self.links.run())
 
     # What is known
 
     def replicas(self) -> list[ReplicaView]:
-        """All known replicas, in the order in which they were reported first."""
-        return [self._view(machine, entry) for (machine, _), entry in self._replicas.items()]
+        """All known replicas, machine by machine, in the order in which they were reported first."""
+        return [self._view(entry) for machine in self._machines.values() for entry in machine.replicas.values()]
 
-    def _view(self, machine: str, entry: _ReplicaEntry) -> ReplicaView:
+    def _view(self, entry: ReplicaEntry) -> ReplicaView:
         state, connection = entry.state, entry.connection
-        serves = entry.ready and entry.present
-        expected_ms = entry.expected_ms if machine in self._machines else None
+        serves = entry.standing >= Standing.LEAVING
+        expected_ms = None if entry.machine.connection is None else entry.expected_ms
         return ReplicaView(
-            machine=machine,
+            machine=entry.machine.address,
             state=state,
             ready=serves,
             expected_s=0.0 if serves else None if expected_ms is None else expected_ms / 1000,
-            problem="" if serves else state.problem or (entry.problem if entry.reachable else ""),
+            problem="" if serves else entry.why_not,
             load=connection.load if connection else None,
             recent_load=connection.recent_load if connection else RecentLoad(),
+            differs=entry.differs,
         )
 
     def machines(self) -> list[MachineView]:
-        """All machines of the configuration, in its order."""
-        views = self.replicas()
-        return [
-            MachineView(
-                address,
-                self._reports.get(address, frames.MachineState("", [])),
-                self._problems.get(address, ""),
-                [view for view in views if view.machine == address],
-            )
-            for address in self._addresses
-        ]
+        """All machines that there are, in the order in which they came."""
+        return [self._machine_view(address) for address in self.links.addresses]
+
+    def _machine_view(self, address: str) -> MachineView:
+        machine, problem = self._machines.get(address), self.links.problems.get(address, "")
+        if machine is None:
+            return MachineView(address, frames.MachineState("", []), problem, [])
+        return MachineView(address, machine.report, problem, [*map(self._view, machine.replicas.values())])
 
     def problems(self) -> dict[str, str]:
         """Machines that cannot be reached, by address, in words."""
-        return dict(self._problems)
+        return dict(self.links.problems)
 
     def waiting(self, model: str) -> int:
         """How many requests wait here for the model."""
@@ -203,229 +158,292 @@ class ReplicaFleet:
 
     def hello(self, model: str) -> frames.Hello | None:
         """What a replica of this model reported about itself, on the device or asleep; None while none is connected."""
-        ready = [entry for entry in self._entries(model) if entry.ready]
-        first = min(ready, key=lambda entry: not entry.present, default=None)
-        return first.connection.hello if first and first.connection else None
+        known = self._pool(model).known
+        return known.connection.hello if known is not None and known.connection is not None else None
 
     def context_tokens(self, model: str, default: int) -> int:
         """The context of the model's replicas; `default` while none is connected."""
         hello = self.hello(model)
         return default if hello is None else hello.context_tokens
 
-    def serves(self, model: str) -> bool:
-        """Whether a replica of the model is on a device, and connected."""
-        return bool(self._serving(model))
+    def takes_images(self, model: str, default: bool) -> bool:
+        """Whether the model's replicas take images; `default` while none is connected."""
+        hello = self.hello(model)
+        return default if hello is None else hello.image_tokens > 0
 
-    def busy(self, model: str) -> int | None:
+    def serves(self, model: str, regions: tuple[str, ...] = ()) -> bool:
+        """Whether a replica of the model is on a device, and connected; in these regions, where there are any."""
+        return bool(self._pool(model).within(regions).serving)
+
+    def busy(self, model: str, regions: tuple[str, ...] = ()) -> int | None:
         """Seconds until one more request could begin, if it had to wait for others or for the model itself. None if it
         had not, and if no machine can tell."""
-        serving = self._serving(model)
-        if serving:
-            waits = all(replica.load is not None and replica.load.waiting > 0 for replica in serving)
-            return 1 if waits else None
-        return self.expected_s(model)
+        if serving := self._pool(model).within(regions).serving:
+            loads = (entry.connection.load for entry in serving if entry.connection is not None)
+            return 1 if all(load is not None and load.waiting > 0 for load in loads) else None
+        return self.expected_s(model, regions)
 
-    def expected_s(self, model: str) -> int | None:
+    def expected_s(self, model: str, regions: tuple[str, ...] = ()) -> int | None:
         """Whole seconds until a model that sleeps could serve. None if it serves now, and if no machine can tell."""
-        waits_ms = [entry.expected_ms for entry in self._entries(model) if entry.expected_ms is not None]
-        return math.ceil(min(waits_ms) / 1000) if waits_ms and not self.serves(model) else None
+        if self.serves(model, regions):
+            return None
+        entries = [entry for entry in self._pool(model).entries if entry.machine.may_serve(regions)]
+        waits_ms = [entry.expected_ms for entry in entries if entry.expected_ms is not None]
+        return math.ceil(min(waits_ms) / 1000) if waits_ms else None
 
     def spare(self, model: str, limit: int) -> int:
         """How many more background sequences this model's replicas may get: each of them `limit` in all, while no live
         sequence waits there."""
-        idle = [replica for replica in self._serving(model) if not (replica.load and replica.load.waiting)]
+        replicas = [entry.connection for entry in self._pool(model).serving if entry.connection is not None]
+        idle = [replica for replica in replicas if not (replica.load and replica.load.waiting)]
         return sum(max(0, limit - replica.background) for replica in idle)
 
-    def set_batch_demand(self, model: str, requests: int, weight: float) -> None:
-        """Sets how many requests of batches wait for a model that sleeps: machines hear of them while no live request
-        waits for it."""
-        self._wake_queue.set_batches(model, requests, weight)
+    def set_batch_demand(self, model: str, requests: int, weight: float, regions: tuple[str, ...] = ()) -> None:
+        """Sets how many requests of batches wait for a model that sleeps where they may be served: machines hear of
+        them while no live request waits for it."""
+        self._wake_queue.set_batches(AwaitedModel(model, regions), requests, weight)
+
+    def drain(self, name: str, *, drained: bool) -> MachineView | None:
+        """Tells the machine of this name, or at this address, to take nothing more, or to take work again. Returns what
+        is known of it; None: there is no connection to such a machine."""
+        for machine in self._machines.values():
+            if name in (machine.name, machine.address) and machine.connection is not None:
+                machine.connection.send(frames.DrainMachine(drained))
+                return self._machine_view(machine.address)
+        return None
 
     # Choosing
 
     async def acquire(
-        self,
-        model: str,
-        scope: bytes,
-        tokens: bytes,
-        deadline: float,
-        session: bytes = b"",
-        *,
-        weight: float = 1.0,
-        background: bool = False,
-    ) -> ReplicaClient:
+        self, model: str, scope: bytes, tokens: bytes, deadline: float, session: bytes = b"", *, weight: float = 1.0,
+        background: bool = False, began_as: str | None = None, shared: tuple[int, bytes, int] | None = None,
+        regions: tuple[str, ...] = (), movable: int = 0, besides: object = None,
+    ) -> ReplicaClient:  # fmt: skip
         """A replica for this prompt (packed u32), waiting until the loop's clock shows `deadline` at the latest.
 
         All calls of a scope's session get the same replica, while it lives and has no more than its share of the load.
         Background sequences are no load for live calls. A call in the background never waits for a model: that would
-        wake it. Waiting calls of more `weight` go on first. Raises NoReplicaAvailable.
+        wake it. Waiting calls of more `weight` go on first. What another replica of the model `began_as` began goes on
+        at one of the same, over another connection than `besides`. Replicas that have more of its prefix, as it is
+        `shared` in a scope of this kind, id and epoch, go first. Where there are `regions`, nobody else's replicas and
+        machines are chosen or woken. Another one may compute the prompt of `movable` completions. Costs the same with
+        any number of replicas. Raises NoReplicaAvailable.
         """
         began_s, waited = time.monotonic(), False
         late = background or asyncio.get_running_loop().time() >= deadline
-        while not (replicas := self._serving_or_starting(model)):
-            if late or self._hopeless(model):
+        pool, wanted = self._pool(model), AwaitedModel(model, regions)
+        while not (ring := self._able(pool, began_as, regions, besides)):
+            if late or self._hopeless(wanted):
                 if waited:
                     self._on_waited(model, time.monotonic() - began_s)
-                raise self._unavailable(model)
+                raise self._unavailable(wanted)
             waited = True
             try:
-                await self._wake_queue.wait(model, weight, deadline)
+                await self._wake_queue.wait(wanted, weight, deadline)
             except TimeoutError:
                 late = True
-        candidates = [
-            route.Candidate(replica.address, replica.sequences + (replica.background if background else 0))
-            for replica in replicas
-        ]
-        chosen = replicas[route.pick(candidates, scope, tokens, session)]
-        asleep = waited or not self._serving(model)
-        return ReplicaClient(chosen, time.monotonic() - began_s if waited else 0.0, began_s if asleep else None)
+            pool = self._pool(model)
+        load = _background_load if background else _load
+        view = pool.within(regions)
+        held = [] if began_as or shared is None else pool.holders(shared, tokens, regions)
+        answering = [] if session else [each for each in held if pool.entries[each[0]][0] is Standing.SERVING]
+        chosen = route.pick(ring, load, scope, tokens, session, answering).connection
+        assert chosen is not None, "who has no connection is in no ring"
+        prefill = pool.prefill.site(view.prefillers, chosen, dict(held), tokens, movable) if movable else None
+        asleep, waited_s = waited or not view.serving, time.monotonic() - began_s if waited else 0.0
+        return ReplicaClient(chosen, waited_s, began_s if asleep else None, prefill)
 
-    def _entries(self, model: str) -> list[_ReplicaEntry]:
-        return [entry for entry in self._replicas.values() if entry.state.model == model]
+    def _pool(self, model: str) -> ModelPool:
+        return self._pools.get(model) or ModelPool()
 
-    def _serving(self, model: str) -> list[ReplicaConnection]:
-        """Replicas that serve `model` now."""
-        ready = [entry for entry in self._entries(model) if entry.ready and entry.present]
-        return [entry.connection for entry in ready if entry.connection]
+    def _able(
+        self, pool: ModelPool, began_as: str | None, regions: tuple[str, ...], besides: object
+    ) -> ReplicaRing[ReplicaEntry]:
+        """The replicas that can run a call. Raises NoReplicaAvailable where none of several can go on with it."""
+        able = pool.within(regions).able
+        if began_as is None or (not able and besides is None):
+            return able
+        ring = pool.able_as(began_as, regions, besides)
+        if not ring:
+            raise NoReplicaAvailable("its replicas have other weights, or are too old to go on with a stream", False)
+        return ring
 
-    def _serving_or_starting(self, model: str) -> list[ReplicaConnection]:
-        """Replicas that serve `model` now; if none, those about to, where requests queue."""
-        return self._serving(model) or [
-            entry.connection for entry in self._entries(model) if entry.connection and entry.ready and entry.coming
-        ]
-
-    def _unreachable(self, model: str) -> list[str]:
+    def _unreachable(self, wanted: AwaitedModel) -> list[str]:
         """Machines without a connection that may have the model: they had it, or never sent a report."""
         return [
             address
-            for address in self._addresses
-            if address not in self._machines
-            and (address not in self._reports or model in {state.model for state in self._reports[address].replicas})
+            for address in self.links.addresses
+            if address not in self.links.connections
+            and (
+                (machine := self._machines.get(address)) is None
+                or any(entry.state.model == wanted.model for entry in machine.replicas.values())
+            )
+            and (machine is None or machine.may_serve(wanted.regions))
         ]
 
-    def _hopeless(self, model: str) -> bool:
-        """Whether all its machines report that it cannot be served. A machine that comes back may report otherwise."""
-        entries = self._entries(model)
-        return bool(entries) and not self._unreachable(model) and all(entry.hopeless for entry in entries)
+    def _within(self, wanted: AwaitedModel) -> list[ReplicaEntry]:
+        return [entry for entry in self._pool(wanted.model).entries if entry.machine.may_serve(wanted.regions)]
 
-    def _unavailable(self, model: str) -> NoReplicaAvailable:
-        entries = self._entries(model)
+    def _hopeless(self, wanted: AwaitedModel) -> bool:
+        """Whether all machines report that it cannot be served there. One that comes back may report otherwise."""
+        known = bool(self._pool(wanted.model).entries)
+        return known and all(entry.hopeless for entry in self._within(wanted)) and not self._unreachable(wanted)
+
+    def _unavailable(self, wanted: AwaitedModel) -> NoReplicaAvailable:
+        model, entries = wanted.model, self._within(wanted)
+        if not entries and self._pool(model).entries:
+            where = ", ".join(wanted.regions)
+            return NoReplicaAvailable(f"no machine in {where} has {model}", False, RETRY_LATER_S, True)
         if not entries:
-            reason = "; ".join(self._problems.values()) or "no machine serves it"
+            reason = "; ".join(self.links.problems.values()) or "no machine serves it"
             return NoReplicaAvailable(f"nothing serves {model} now: {reason}", False, RETRY_LATER_S)
-        reason = self._unavailable_reason(model)
-        if self._hopeless(model):
+        reason = self._unavailable_reason(wanted)
+        if self._hopeless(wanted):
             pauses_ms = [entry.state.ready_ms for entry in entries if entry.state.ready_ms > 0]
             retry_after_s = math.ceil(min(pauses_ms) / 1000) if pauses_ms else RETRY_LATER_S
             return NoReplicaAvailable(f"{model} cannot be served: {reason}", False, retry_after_s)
-        return NoReplicaAvailable(f"{model} is not ready: {reason}", True, self.expected_s(model) or RETRY_SOON_S)
+        return NoReplicaAvailable(f"{model} is not ready: {reason}", True, self.expected_s(*wanted) or RETRY_SOON_S)
 
-    def _unavailable_reason(self, model: str) -> str:
+    def _unavailable_reason(self, wanted: AwaitedModel) -> str:
         """What its connected machines report, and which machines have no connection."""
-        unreachable = self._unreachable(model)
+        unreachable = self._unreachable(wanted)
         problems = {
-            entry.state.problem or entry.problem or ("asleep" if entry.at_rest else "loading")
-            for (machine, _), entry in self._replicas.items()
-            if entry.state.model == model and machine not in unreachable
+            entry.why_not or entry.problem or ("asleep" if entry.at_rest else "loading")
+            for entry in self._within(wanted)
+            if entry.machine.address not in unreachable
         }
-        return "; ".join(sorted(problems.union(self._problems.get(address, "loading") for address in unreachable)))
+        return "; ".join(sorted(problems.union(self.links.problems.get(address, "loading") for address in unreachable)))
 
-    def _on_change(self) -> None:
-        """Releases the requests of models that can be served now, or not any more."""
-        for model in self._wake_queue.models:
-            if self._serving_or_starting(model) or self._hopeless(model):
-                self._wake_queue.release(model)
+    def _send_demand(self, wanted: AwaitedModel) -> None:
+        """Tells the machines that should wake the model, and those that are not to any more."""
+        targets, model = self._wake_targets, wanted.model
+        told = targets.told(model)
+        targets.choose(self._wake_queue.demand(wanted), self._machines, time.monotonic(), wanted.regions)
+        for machine in dict.fromkeys([*targets.told(model), *told]):
+            if machine.connection is not None:
+                machine.connection.send_demand(targets.demand_at(machine, model))
 
-    def _send_demand(self, demand: frames.ModelDemand) -> None:
-        for machine in self._machines.values():
-            if demand.model in machine.models:
-                machine.send_demand(demand)
+    # What changes
 
-    # Connections
+    def _open_connection(self, entry: ReplicaEntry) -> ReplicaConnection:
+        on_waited = partial(self._on_waited, entry.state.model)
+        return ReplicaConnection(entry.state.address, partial(self._on_change, entry), self.counters, on_waited)
 
-    async def _keep_machine(self, address: str, group: asyncio.TaskGroup) -> None:
-        def on_report(machine: MachineConnection, report: frames.MachineState) -> None:
-            self._machines[address] = machine
-            self._on_report(address, machine, report, group)
+    def _on_change(self, entry: ReplicaEntry) -> None:
+        """Takes in that a replica can serve, or cannot any more. Calls that wait go on; those that it has, where it is
+        to leave and another one serves, go on there."""
+        model = entry.state.model
+        if entry.machine.replicas.get(entry.state.address) is not entry:
+            return  # its machine reports it no more
+        if entry.connection is not None:
+            self.epochs.connected(entry.connection)
+        self._pools.setdefault(model, ModelPool(self.route_key, self.counters.prefills[model])).place(entry)
+        if entry.evacuated:
+            self._evacuated[entry] = None
+        else:
+            self._evacuated.pop(entry, None)
+        for other in [other for other in self._evacuated if other.state.model == model]:
+            self._evacuate(other)
+        self._release(model)
 
-        backoff = Backoff(*BACKOFF_S)
-        while True:
-            try:
-                machine = await connect(address, lambda: MachineConnection(on_report))
-            except (OSError, TimeoutError) as error:
-                self._problems[address] = f"the machine at {address} cannot be reached: {error_text(error)}"
-            else:
-                self._problems.pop(address, None)
-                await machine.wait_closed()
-                self._machines.pop(address, None)
-                self._problems[address] = f"the machine at {address} was lost: {machine.close_reason}"
-                backoff.reset()
-            await asyncio.sleep(_jittered(backoff.fail()))
+    def _release(self, model: str) -> None:
+        """Lets calls go on that need not wait, or wait in vain."""
+        for wanted in self._wake_queue.wanted:
+            if wanted.model == model and (self._pool(model).within(wanted.regions).able or self._hopeless(wanted)):
+                self._wake_queue.release(wanted)
 
-    def _on_report(
-        self, address: str, machine: MachineConnection, report: frames.MachineState, group: asyncio.TaskGroup
-    ) -> None:
+    def _evacuate(self, entry: ReplicaEntry) -> None:
+        """Lets the calls of a replica that is to leave go on elsewhere in their regions: once another one that serves
+        can; at once where one only could, and this one's machine takes nothing more. Else they end there, but for
+        those that it has not begun with."""
+        connection, pool = entry.connection, self._pool(entry.state.model)
+        if connection is None:
+            return
+        for regions in connection.regions:
+            able = pool.within(regions).able
+            beside = any(
+                other is not entry and other.connection is not None and other.connection.resumes for other in able
+            )
+            drained = entry.machine.report.draining and not beside
+            wakes = drained and any(
+                other.machine is not entry.machine and not other.hopeless and other.machine.may_serve(regions)
+                for other in pool.entries
+            )
+            if beside and (target := self._kv_target(connection, pool.within(regions))) is not None:
+                connection.hand_over(target, regions)
+            if beside:
+                connection.want_successors(regions)
+            if beside or wakes or not (entry.present or entry.coming):
+                connection.release(regions, started=wakes)
+
+    def _kv_target(self, connection: ReplicaConnection, there: StandingRings) -> ReplicaConnection | None:
+        """The replica that can go on with calls of another one and with their KV: of its own host before others, and of
+        these the one with the least to do."""
+        known = [entry.connection for entry in there.serving if entry.connection is not None]
+        places = [(other.handover_from(connection), other) for other in known if other is not connection]
+        able = [(parse_tls_address(place) is not None, other.expected, other) for place, other in places if place]
+        return min(able, key=lambda each: each[:2], default=(False, 0, None))[2]
+
+    def _on_report(self, address: str, connection: MachineConnection, report: frames.MachineState) -> None:
         """Replaces a machine's last report. Connections stay: they end by themselves when a replica does."""
-        self._reports[address] = report
+        if (host := parse_tls_address(address)) is not None:
+            reached = [structs.replace(state, address=host.beside(state.address)) for state in report.replicas]
+            report = structs.replace(report, replicas=reached)
+        fresh = MachineEntry(address, self.links.connections, frames.MachineState("", []))
+        machine = self._machines.setdefault(address, fresh)
+        before, machine.report, machine.region = machine.report, report, connection.region_of(report.region)
+        machine.lost_s = self.links.lost_s[address]
+        if report.region not in (machine.region, before.region):
+            fields = {"machine": report.machine, "region": report.region}
+            log.error("machine_in_another_region_than_certified", extra={"fields": fields})
         states = {state.address: state for state in report.replicas}
-        for key in [key for key in self._replicas if key[0] == address and key[1] not in states]:
-            entry = self._replicas.pop(key)
-            self.counters.remove(entry.state.address)
-            if entry.task is not None:
-                entry.task.cancel()
+        for replica in [replica for replica in machine.replicas if replica not in states]:
+            self._forget(machine.replicas[replica])
         for replica, state in states.items():
-            before = self._replicas.get((address, replica))
-            hopeless = before is not None and before.hopeless
-            entry = self._replicas.setdefault((address, replica), _ReplicaEntry(state))
+            known = machine.replicas.get(replica)
+            self.moves.saw(address, machine.name, known.state if known else None, state)
+            if known is not None and known.state.model != state.model:
+                self._forget(known)
+                known = None
+            hopeless = known is not None and known.hopeless
+            entry = machine.replicas.setdefault(replica, ReplicaEntry(machine, state))
             entry.state = state
             if entry.hopeless and not hopeless:  # operators learn why its calls are refused, callers only that they are
-                fields = {"machine": report.machine, "model": state.model, "problem": state.problem}
+                fields = {"machine": report.machine, "model": state.model, "problem": entry.why_not}
                 log.error("replica_cannot_serve", extra={"fields": {**fields, "quarantined": state.quarantined}})
             entry.changed.set()
-            if entry.task is None and entry.reachable:
-                entry.task = group.create_task(self._keep_replica(entry))
-            if entry.connection is not None and not (entry.present or entry.coming):
-                entry.connection.abort_unstarted()
-        models = frozenset(state.model for state in report.replicas)
-        added, machine.models = models - machine.models, models
-        for model in added.intersection(self._wake_queue.models):
-            machine.send_demand(self._wake_queue.demand(model))
-        self._on_change()
+            self._replica_links.keep(entry)
+            self._on_change(entry)
+        reported = {state.model for state in report.replicas}
+        for wanted in self._wake_queue.wanted:
+            if wanted.model in reported and (
+                not connection.asked or machine not in self._wake_targets.told(wanted.model)
+            ):
+                self._send_demand(wanted)
 
-    async def _keep_replica(self, entry: _ReplicaEntry) -> None:
-        address, model = entry.state.address, entry.state.model
-        backoff = Backoff(*BACKOFF_S)
+    def _on_gone(self, address: str) -> None:
+        """A machine is none of the cluster's any more: its replicas' connections end."""
+        if (machine := self._machines.pop(address, None)) is not None:
+            for entry in [*machine.replicas.values()]:
+                self._forget(entry)
 
-        def make() -> ReplicaConnection:
-            return ReplicaConnection(address, self._on_change, self.counters, partial(self._on_waited, model))
-
-        while True:
-            entry.changed.clear()
-            if entry.reachable:
-                try:
-                    entry.connection = await connect(address, make)
-                except (OSError, TimeoutError) as error:
-                    entry.problem = f"the replica at {address} cannot be reached: {error_text(error)}"
-                else:
-                    entry.problem = ""
-                    if await self._use_until_closed(entry, entry.connection):
-                        backoff.reset()
-            wait_s = BACKOFF_S[0] if entry.starting else _jittered(backoff.fail()) if entry.reachable else None
-            with contextlib.suppress(TimeoutError):  # a machine's new report ends the wait at once
-                async with asyncio.timeout(wait_s):
-                    await entry.changed.wait()
-
-    async def _use_until_closed(self, entry: _ReplicaEntry, replica: ReplicaConnection) -> bool:
-        """Waits until the connection ends; returns whether anything could be submitted on it."""
-        self._on_change()  # its hello may have come with the connection
-        try:
-            await replica.wait_closed()
-        finally:
-            entry.connection = None
-            entry.problem = f"the replica at {replica.address} was lost: {replica.close_reason}"
-        return replica.hello is not None
+    def _forget(self, entry: ReplicaEntry) -> None:
+        """Its machine reports it no more."""
+        del entry.machine.replicas[entry.state.address]
+        self._evacuated.pop(entry, None)
+        self._pools[entry.state.model].remove(entry)
+        if not self._pools[entry.state.model].entries:
+            del self._pools[entry.state.model]
+        self.moves.gone(entry.machine.address, entry.state)
+        self.counters.remove(entry.state.address)
+        if entry.task is not None:
+            entry.task.cancel()
+        self._release(entry.state.model)
 
 
-def _jittered(pause_s: float) -> float:
-    """Part of the pause by chance, so that gateways do not all come back at once."""
-    return pause_s * random.uniform(0.5, 1.0)
+def _load(entry: ReplicaEntry) -> int:
+    return entry.connection.expected if entry.connection is not None else 0
+
+
+def _background_load(entry: ReplicaEntry) -> int:
+    return entry.connection.expected + entry.connection.background if entry.connection is not None else 0

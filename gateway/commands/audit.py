@@ -25,7 +25,9 @@ was changed, put in or taken out, or where the head is missing.
 """
 _NO_ACCOUNT: Final = "(none)"
 _WHICH: Final = exclusive()
-Account = Annotated[str, Parameter(group=("Arguments", _WHICH), help="its id (default: what concerns no one account)")]
+Account = Annotated[
+    str, Parameter(group=("Arguments", _WHICH), help="its name or id (default: what concerns no one account)")
+]
 All = Annotated[bool, Parameter(name="--all", group=("Parameters", _WHICH), help="of all accounts, and of none")]
 app = command_app("audit", "who did what, and whether the log of it is whole", _TEACHING)
 
@@ -33,9 +35,7 @@ app = command_app("audit", "who did what, and whether the log of it is whole", _
 async def _chains(access: StoreAccess, account: str, every: bool) -> list[str]:
     if every:
         return [SYSTEM, *(account.id for account in await access.accounts.list())]
-    if account != SYSTEM:
-        await access.accounts.get(account)
-    return [account]
+    return [account if account == SYSTEM else (await access.find(account)).id]
 
 
 @app.command(name="list")
@@ -56,10 +56,15 @@ async def list_entries(
         if action in (None, entry.action)
     ]
     documents = [{**structs.asdict(entry), "detail": _detail(entry.detail)} for entry in entries]
+    names = await access.accounts.names({id for each in entries for id in (each.account_id, each.actor, each.target)})
+
+    def called(id: str) -> str:
+        return f"{names[id].name} ({id})" if id in names else id
+
     rows = [
         (
-            entry.account_id or _NO_ACCOUNT, entry.seq, time_text(entry.at), entry.actor, entry.action, entry.target,
-            entry.detail,
+            called(entry.account_id) or _NO_ACCOUNT, entry.seq, time_text(entry.at), called(entry.actor), entry.action,
+            called(entry.target), entry.detail,
         )
         for entry in entries
     ]  # fmt: skip

@@ -19,6 +19,8 @@ from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, format_bytes, print_either, progress, progress_bar
 from gateway.commands.usage import balances
 from gateway.config import Config
+from gateway.host_region import host_region
+from gateway.identity.host_identity import IdentityError
 from gateway.state_dir import server_secret
 from tenants import export
 from tenants.audit import SYSTEM, AuditLog
@@ -33,7 +35,8 @@ examples:
   hearth restore backups/1                             where no server runs: brings it back
 
 In the folder are a copy of the store, the server's secret, settlements that wait for the store, and checksums. The
-secret seals tokens and the audit log: keep the folder like a private key. The copy is checked before the folder
+secret seals tokens and the audit log: keep the folder like a private key, and in the region that it names, which is
+this host's. The copy is checked before the folder
 appears: SQLite's integrity, the schema's version, counters against records, the audit log. Exit status 1: it is not
 there, or the store is not in order.
 Of a store in Redis it is an export with usage and audit logs: open requests, the running minute's rates and notices on
@@ -54,13 +57,15 @@ class BackupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`store` is the file that the store is in: DATABASE, or EXPORT. `files` are by their path below the folder."""
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`store` is the file that the store is in: DATABASE, or EXPORT. `files` are by their path below the folder. The
+    host that made it was in `region`."""
 
     format: int
     made_at: int
     store: str
     files: dict[str, BackupFile]
+    region: str = ""
 
 
 app = command_app("backup", "copy the store and the secret into a folder, also while serving", _TEACHING)
@@ -82,7 +87,7 @@ def backup(
         partial.mkdir(mode=0o700, parents=True)
         manifest, problems = _fill(config, partial)
         os.rename(partial, folder)
-    except (StoreUnavailable, OSError) as error:
+    except (StoreUnavailable, OSError, IdentityError) as error:
         return fail(str(error))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -102,7 +107,7 @@ def _fill(config: Config, folder: Path) -> tuple[Manifest, list[str]]:
     else:
         store, problems = DATABASE, _copy(database, folder / DATABASE, secret)
     files = {str(path.relative_to(folder)): backup_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    manifest = Manifest(FORMAT, made_at, store, files)
+    manifest = Manifest(FORMAT, made_at, store, files, host_region(config))
     with open_private(folder / MANIFEST) as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
     return manifest, problems
@@ -158,8 +163,9 @@ async def _export(config: Config, target: Path, secret: bytes) -> list[str]:
 
 def _report(folder: Path, manifest: Manifest, problems: list[str], as_json: bool) -> int:
     size = format_bytes(sum(file.bytes for file in manifest.files.values()))
+    where = f", of {manifest.region}" if manifest.region else ""
     document = {"folder": str(folder), **msgspec.to_builtins(manifest), "problems": problems}
-    print_either(as_json, document, lambda: print(f"{folder}: {len(manifest.files)} files, {size}"))
+    print_either(as_json, document, lambda: print(f"{folder}: {len(manifest.files)} files, {size}{where}"))
     if manifest.store == EXPORT:
         print("this is an export; let Redis keep a full copy itself (appendonly yes, BGSAVE)", file=sys.stderr)
     for problem in problems:

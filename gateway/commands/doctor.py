@@ -7,7 +7,9 @@ from cyclopts import Parameter
 
 from engine.hostinfo import gpus
 from engine.hostinfo.memory import device_budgets
-from gateway.commands.checks import host, models, services
+from gateway.catalogue.catalogue import model_entries
+from gateway.commands.checks import cells, host, models, services
+from gateway.commands.checks.cluster_models import cluster_models
 from gateway.commands.checks.finding import Finding, FindingLevel, good, wrong
 from gateway.commands.terminal.options import Json, SettingsSource, Source, command_app
 from gateway.commands.terminal.output import print_either
@@ -22,6 +24,7 @@ examples:
 
 Exit status: 0 when Hearth can serve here, 1 when something is wrong.
 """
+_CORRECT: Final = "correct hearth.toml; `hearth doctor --settings` lists all; a server that runs keeps what it had"
 app = command_app("doctor", "say what is here and what is wrong", _TEACHING)
 
 
@@ -55,19 +58,25 @@ def examine(source: SettingsSource) -> Iterator[Finding]:
     yield from host.engine(installed)
     try:
         config = source.load()
+        entries = model_entries(config)
     except SettingsError as error:
-        yield wrong("settings", str(error), "correct hearth.toml; `hearth doctor --settings` lists all")
+        yield wrong("settings", str(error), _CORRECT)
+        yield from models.machines(source.load_without_models(), [])  # what runs goes on with what it had
         return
     yield good("settings", f"state in {config.state}")
     yield from services.store(config)
+    yield from services.identity(config)
+    yield from cells.cells(config)
     yield from services.issuers(config)
     usable = gpus.usable_gpus(config.machine.device, installed)
     if usable:
         yield host.kernels(config)
+    yield from host.ranks(entries, usable)
     budgets = device_budgets(config.machine.device_bytes, usable)
-    yield from models.models(config, budgets)
-    yield from models.memory(config, budgets)
-    yield from models.machines(config)
+    yield from models.models(config, entries, budgets)
+    yield from models.memory(config, entries, budgets)
+    yield from models.machines(config, entries)
+    yield from cluster_models(config)
     yield host.disk(config)
     yield from services.certificate(config.server)
     yield from host.descriptors(config.server)

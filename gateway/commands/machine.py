@@ -1,5 +1,4 @@
-"""`hearth machine`: this host's replicas alone. It becomes `python -m engine.host.agent`; nothing of the gateway
-stays."""
+"""`hearth machine`: this host's replicas alone. It becomes `python -m engine.host.agent`."""
 
 import os
 import sys
@@ -7,11 +6,11 @@ from typing import Final
 
 import msgspec
 
-from engine.log import LOG_FORMAT_VARIABLE
-from engine.protocol.specs import MachineSpec, TelemetrySpec
-from gateway.catalogue.catalogue import model_entries, spec_of
+from gateway.commands.access.join_options import NO_JOIN, JoinOptions
 from gateway.commands.terminal.options import Device, Source, command_app
-from gateway.config import Config
+from gateway.identity.host_identity import HostRole
+from gateway.machine_spec import machine_command, machine_environment
+from gateway.porter.settings import news_path, read_news, write_news
 from gateway.privacy.process import scrub_memory
 from gateway.state_dir import open_state
 
@@ -19,6 +18,7 @@ _TEACHING: Final = """\
 examples:
   hearth machine                                       all models of the catalogue, on this host's GPUs or its CPU
   hearth machine --device cpu
+  hearth machine --join 10.0.0.1:8790 --token …        once, on another host than the gateways' (`hearth cluster token`)
   hearth machine --config /etc/hearth.toml             [[models]] says which, how many replicas and how large
 
 One machine runs per host. It starts replicas, watches them, starts crashed and hung ones again, and tells gateways
@@ -31,36 +31,18 @@ app = command_app("machine", "run this host's replicas", _TEACHING)
 
 
 @app.default
-def machine(*, device: Device = None, source: Source) -> int:
+def machine(*, device: Device = None, join: JoinOptions = NO_JOIN, source: Source) -> int:
     """Run this host's replicas."""
     config = source.load(device=device)
+    from gateway.commands.access.joining import joined_files  # only here: `hearth serve` does without keys
+
+    if joined_files(config, HostRole.MACHINE, join, config.cluster.porter_listen) is not None and join.join is not None:
+        path = news_path(config.state)
+        write_news(path, msgspec.structs.replace(read_news(str(path)), joined=join.join))
     if config.server.scrub_memory:
         scrub_memory()
     open_state(config)
-    command = machine_command(config)
+    command = machine_command(source.config, source.state, device)
     sys.stdout.flush()
     os.environ.update(machine_environment(config))
     os.execv(command[0], command)
-
-
-def machine_environment(config: Config) -> dict[str, str]:
-    """What this host's machine has in its environment beside the caller's own."""
-    return {LOG_FORMAT_VARIABLE: config.log.format}
-
-
-def machine_command(config: Config) -> list[str]:
-    """The command line of this host's machine."""
-    url = config.telemetry.otlp_url
-    spec = MachineSpec(
-        name=config.machine.name,
-        address=config.machine_address,
-        folder=str(config.run_folder),
-        models=[spec_of(config, entry) for entry in model_entries(config)],
-        cache=str(config.kernels_folder),
-        device=config.machine.device,
-        device_bytes=config.machine.device_bytes,
-        memory_bytes=config.machine.memory_bytes,
-        threads=config.machine.threads,
-        telemetry=TelemetrySpec(otlp_url=url, service=config.telemetry.service) if url is not None else None,
-    )
-    return [sys.executable, "-P", "-m", "engine.host.agent", msgspec.json.encode(spec).decode()]

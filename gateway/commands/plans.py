@@ -2,19 +2,22 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from cyclopts import Group, Parameter
 from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.access.store_access import Access, plan_json
+from gateway.commands.access.reductions import reductions
+from gateway.commands.access.store_access import Access, StoreAccess
+from gateway.commands.account_tools.documents import plan_json
+from gateway.commands.terminal.confirm import Yes, confirm
 from gateway.commands.terminal.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
 from gateway.commands.terminal.options import Json, OptionalCount, OptionalDuration, command_app, given_fields
 from gateway.commands.terminal.output import format_amount, print_either, print_table
 from tenants.audit import SYSTEM
 from tenants.auth.errors import NotFound
-from tenants.records.accounts import Plan
+from tenants.records.accounts import DEFAULT_PLAN, Plan
 
 _TEACHING: Final = """\
 examples:
@@ -25,6 +28,8 @@ examples:
   hearth plans set team --cap-blocks 20000             how many KV blocks an account's cached prefixes may take
   hearth plans set team --wait 10s                     for how long its requests queue before they are refused
   hearth plans set team --wait none                    what is not named stays
+  hearth plans set bank --strict yes                   no failover of the store passes its limits
+  hearth plans set team --requests-per-minute 60 --yes     less than before: it asks where accounts have the plan
   hearth plans remove team                             refused while accounts have it
   hearth accounts plan ACCOUNT team
 
@@ -51,6 +56,10 @@ class TreatmentOptions:
     wait_s: Annotated[
         OptionalDuration,
         Parameter(metavar="10s", name="--wait", help="for a turn, before a request is refused"),
+    ] = UNSET
+    strict: Annotated[
+        Literal["yes", "no"] | UnsetType,
+        Parameter(metavar="yes|no", help="grant only what all replicas of the store have (docs/store.md)"),
     ] = UNSET
 
 
@@ -80,31 +89,51 @@ async def set_plan(
     *,
     limits: LimitOptions = NO_CHANGE,
     treatment: TreatmentOptions = TreatmentOptions(),
+    yes: Yes = False,
     json: Json = False,
-    access: Access,
+    new_access: Access,
 ) -> None:
     """A new plan, or change what is given of one."""
+    access = new_access
     try:
         before = await access.accounts.plan(plan)
     except NotFound:
         before = Plan(plan)
-    changes = {"limits": limits.changed(before.limits), **given_fields(treatment, _TREATMENT)}
+    changes: dict[str, Any] = {"limits": limits.changed(before.limits), **given_fields(treatment, _TREATMENT)}
+    if "strict" in changes:
+        changes["strict"] = treatment.strict == "yes"
     after = msgspec.convert({**structs.asdict(before), **changes}, Plan)
     if after not in await access.accounts.plans():
+        await _confirm_reductions(access, before, after, yes)
         after = await access.accounts.put_plan(after, before.revision)
         await access.note(SYSTEM, "plan.change", after.name, **structs.asdict(after))
     _print(after, json)
 
 
+async def _confirm_reductions(access: StoreAccess, before: Plan, after: Plan, yes: bool) -> None:
+    """Asks where accounts lose something. Raises Declined."""
+    users = [account.name for account in await access.accounts.list() if account.plan.name == before.name]
+    if users and (lost := reductions(before, after)):
+        whose = f"{len(users)} accounts" if len(users) > 1 else f"the account {users[0]}"
+        confirm(f"{whose} of the plan {before.name} would get less: {', '.join(lost)}", yes)
+
+
 @app.command
-async def remove(plan: PlanName, /, *, json: Json = False, access: Access) -> None:
+async def remove(plan: PlanName, /, *, yes: Yes = False, json: Json = False, access: Access) -> None:
     """Remove a plan that no account has."""
+    if plan == DEFAULT_PLAN.name:
+        await _confirm_reductions(access, await access.accounts.plan(plan), DEFAULT_PLAN, yes)
     await access.accounts.remove_plan(plan)
     await access.note(SYSTEM, "plan.remove", plan)
     print_either(json, {"plan": plan, "removed": True}, lambda: print(f"{plan} is removed"))
 
 
 def _print(plan: Plan, as_json: bool) -> None:
-    treatment = [(name, format_amount(getattr(plan, name))) for name in _TREATMENT]
-    rows = [*limits_rows(plan.limits), *treatment, ("revision", plan.revision)]
+    treatment = [(name, format_amount(getattr(plan, name))) for name in _TREATMENT if name != "strict"]
+    rows = [
+        *limits_rows(plan.limits),
+        *treatment,
+        ("strict", "yes" if plan.strict else "no"),
+        ("revision", plan.revision),
+    ]
     print_either(as_json, plan_json(plan), lambda: print_table(("PLAN", plan.name), rows))

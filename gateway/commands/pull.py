@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from cyclopts import Parameter
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -24,23 +25,37 @@ from tqdm import tqdm
 
 from gateway.catalogue.catalogue import pulled_folder
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
+from gateway.catalogue.model_config import architecture_of
 from gateway.commands.terminal.options import Source, command_app
 from gateway.commands.terminal.output import fail, format_bytes
 from gateway.config import Config
+from gateway.images.vision import VISION_FILES
 from gateway.state_dir import open_state
 
 _TEACHING: Final = """\
 examples:
-  hearth pull Qwen/Qwen3-0.6B                          then call @hf/Qwen/Qwen3-0.6B
+  hearth pull Qwen/Qwen3-0.6B                          then `hearth chat Qwen/Qwen3-0.6B`, or call it by that name
   hearth pull meta-llama/Llama-3.2-1B-Instruct         gated: accept its terms on the hub and set HF_TOKEN
   hearth pull BAAI/bge-base-en-v1.5                    vectors; bge's rerankers score pairs of texts
   hearth pull org/model --revision v2
 
-Served are Llama 2/3, Mistral, Qwen2 and Qwen3 (dense), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as
-safetensors. Run it again after an interruption: it goes on where it stopped. A running server serves the new model
-after its next start. HF_ENDPOINT names a mirror.
+Served are Llama 2 to 4, Mistral, Ministral, Mixtral, Qwen2 and Qwen3, Phi-3, Gemma 2 and 3 and gpt-oss (of those that
+see, the text), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as safetensors. Run it again after an
+interruption: it goes on where it stopped. A running server takes the new model up within two seconds. HF_ENDPOINT names
+a mirror.
 """
-SERVED_TYPES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3", "bert", "roberta", "xlm-roberta"})
+_WRITERS: Final = (
+    *("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3"),
+    *("Mixtral", "Qwen3Moe", "Llama4", "GptOss"),
+)
+_SEEING: Final = ("Mistral3", "Gemma3", "Llama4")  # of which the text is served
+_ENCODERS: Final = ("Bert", "Roberta", "XLMRoberta")
+SERVED: Final = frozenset({  # architectures, as the engine has them
+    *(f"{family}ForCausalLM" for family in _WRITERS),
+    *(f"{family}ForConditionalGeneration" for family in _SEEING),
+    *(f"{family}Model" for family in ("Llama", "Mistral", "Qwen2", "Qwen3", *_ENCODERS)),
+    *(f"{family}{head}" for family in _ENCODERS for head in ("ForMaskedLM", "ForSequenceClassification")),
+})  # fmt: skip
 _SMALL: Final = (
     "config.json",
     "generation_config.json",
@@ -48,6 +63,7 @@ _SMALL: Final = (
     "tokenizer_config.json",
     "chat_template.jinja",
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"),
+    *VISION_FILES,
 )
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _INDEX: Final = "model.safetensors.index.json"
@@ -77,7 +93,11 @@ def pull(
         name = pull_model(config, model, revision)
     except PullError as error:
         return fail(str(error))
-    print(f"{name} is in the catalogue; `hearth serve` serves it from its next start on")
+    print(
+        f"{name} is in the catalogue, and {model} finds it; a server that runs here takes it up within two seconds\n"
+        f"next: `hearth chat {model}` talks to it; `hearth serve` starts a server where none runs;\n"
+        f"      `hearth models set {model} --price-input 500 --alias NAME` says what it costs and is called"
+    )
     return 0
 
 
@@ -93,9 +113,10 @@ def pull_model(config: Config, hub_id: str, revision: str) -> str:
         commit, sizes = _listing(hub_id, revision)
         source = _Source(hub_id, commit, partial)
         _refuse_unserved(hub_id, sizes)
-        kind = json.loads(source.fetch("config.json").read_text()).get("model_type")
-        if kind not in SERVED_TYPES:
-            raise PullError(f"{hub_id} is a {kind!r} model; Hearth serves {', '.join(sorted(SERVED_TYPES))}")
+        kind = architecture_of(json.loads(source.fetch("config.json").read_text()))
+        if kind not in SERVED:
+            families = ", ".join((*_WRITERS, *_ENCODERS))
+            raise PullError(f"{hub_id} is a model of architecture {kind or '?'}; Hearth serves {families}")
         files = {file: sizes[file] for file in _needed(source, sizes)}
         _refuse_full_disk(partial, files)
         print(f"{hub_id} at {commit[:12]}: {len(files)} files, {format_bytes(sum(files.values()))}")
@@ -229,4 +250,4 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
     except Exception as error:
         if "httpx" not in type(error).__module__:
             raise
-        raise PullError(f"the hub cannot be reached: {error}; run the command again to go on") from error
+        raise PullError(f"the hub at {ENDPOINT} cannot be reached: {error}; run the command again to go on") from error

@@ -12,6 +12,7 @@ import msgspec
 from cyclopts import Parameter
 
 from gateway.commands.access.store_access import StoreAccess, opened_store, with_store_access
+from gateway.commands.account_tools.transfer import import_export_file
 from gateway.commands.backup import (
     DATABASE,
     EXPORT,
@@ -27,12 +28,13 @@ from gateway.commands.backup import (
 )
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, print_either, time_text
-from gateway.commands.transfer import import_export_file
 from gateway.config import Config, SettingsError
+from gateway.host_region import host_region
 from gateway.state_dir import exclusive_state, open_state
 from tenants import export as transfer
 from tenants.audit import SYSTEM
 from tenants.limits.outbox import SUFFIX
+from tenants.open import safe_url
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.sqlite.backup import close_up
 
@@ -60,6 +62,7 @@ def restore(
     /,
     *,
     force: Annotated[bool, Parameter(help="also over a store and a secret that are there")] = False,
+    from_region: Annotated[str, Parameter(help="also a backup of this region, on a host elsewhere")] = "",
     json: Json = False,
     source: Source,
 ) -> int:
@@ -67,14 +70,19 @@ def restore(
     config = source.load()
     try:
         manifest = _checked(folder)
+        if manifest.region not in ("", from_region) and manifest.region != (here := host_region(config)):
+            raise SettingsError(
+                f"{folder} is of {manifest.region}, and this host is in {here or 'a place without a name'}: data "
+                f"stays in its region; `--from-region {manifest.region}` brings it here all the same"
+            )
         open_state(config)
         with exclusive_state(config):
             problems = _restore(config, folder, manifest, force)
-            if status := with_store_access(config, lambda access: _finish(access, folder, manifest)):
+            if status := with_store_access(config, lambda access: _finish(access, folder, manifest), makes=True):
                 return status
     except (StoreUnavailable, OSError, ValueError) as error:
         return fail(str(error))
-    document = {"made_at": manifest.made_at, "store": config.store_url.split("@")[-1], "problems": problems}
+    document = {"made_at": manifest.made_at, "store": safe_url(config.store_url), "problems": problems}
     print_either(json, document, lambda: print(f"restored as it was on {time_text(manifest.made_at)} UTC"))
     for problem in problems:
         fail(f"restored, and not in order, as it was in the backup: {problem}")
@@ -143,9 +151,7 @@ async def _look(config: Config, export: Path, secret: bytes, other_secret: bool)
     """Raises ValueError or SettingsError where the store cannot take the export."""
     async with opened_store(config.store_url) as store:
         if other_secret and await store.accounts.list():
-            raise SettingsError(
-                f"{config.store_url.split('@')[-1]} has accounts whose tokens are sealed by another secret"
-            )
+            raise SettingsError(f"{safe_url(config.store_url)} has accounts whose tokens are sealed by another secret")
         with export.open("rb") as file:
             await transfer.inspect_export(file, store, secret, lambda count: None)
 

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Final
 from cyclopts import Parameter
 from msgspec import UNSET, UnsetType, structs
 
-from gateway.commands.access.store_access import Access, token_json
+from gateway.commands.access.store_access import Access
+from gateway.commands.account_tools.documents import token_json
 from gateway.commands.terminal.limits import NO_CHANGE, LimitOptions, limits_text
 from gateway.commands.terminal.options import (
-    AccountId,
+    AccountRef,
     Duration,
     Json,
     OptionalDuration,
@@ -26,17 +27,17 @@ from tenants.records.tokens import ApiToken
 
 _TEACHING: Final = """\
 examples:
-  hearth tokens mint ACCOUNT --name ci                 a further token, shown this once
-  hearth tokens mint ACCOUNT --name demo --expires 30d --requests-per-minute 10
-  hearth tokens mint ACCOUNT --name batch --models '@cf/meta/*' --networks 10.0.0.0/8
-  hearth tokens mint ACCOUNT --name admin --permissions account:admin,usage:read
-  hearth tokens list ACCOUNT                           also revoked and expired ones; never their secrets
+  hearth tokens mint acme --name ci                 a further token, shown this once
+  hearth tokens mint acme --name demo --expires 30d --requests-per-minute 10
+  hearth tokens mint acme --name batch --models '@cf/meta/*' --networks 10.0.0.0/8
+  hearth tokens mint acme --name admin --permissions account:admin,usage:read
+  hearth tokens list acme                              also revoked and expired ones; never their secrets
   hearth tokens change TOKEN_ID --expires 90d --neurons-per-day 500     what is not named stays
   hearth tokens change TOKEN_ID --networks none --neurons-per-day none
   hearth tokens roll TOKEN_ID --grace 1d               a new secret; the old one opens for a day yet
   hearth tokens revoke TOKEN_ID                        for good: refused within a second; what runs ends within five
 
-A token's limits hold beside its account's. All changes are in the audit log (`hearth audit list ACCOUNT`).
+A token's limits hold beside its account's. All changes are in the audit log (`hearth audit list acme`).
 """
 _HEADS: Final = ("TOKEN", "NAME", "PERMISSIONS", "MODELS", "NETWORKS", "LIMITS", "CREATED", "EXPIRES", "REVOKED")
 app = command_app("tokens", "mint, list, change, roll and revoke an account's tokens", _TEACHING)
@@ -75,7 +76,7 @@ _NO_GRANT: Final = GrantOptions()
 
 @app.command
 async def mint(
-    account: AccountId,
+    account: AccountRef,
     /,
     *,
     name: Annotated[str, Parameter(help="for people (default: token)")] = "token",
@@ -85,17 +86,18 @@ async def mint(
     access: Access,
 ) -> None:
     """A new token."""
+    owner = await access.find(account)
     token, secret = await access.accounts.mint(
-        account, name, grant.expires_at(None), grant.changed(Grant()), limits.changed(NO_LIMITS)
+        owner.id, name, grant.expires_at(None), grant.changed(Grant()), limits.changed(NO_LIMITS)
     )
     await access.note(token.account_id, "token.create", token.id, **_detail(token))
     _print_secret(token, secret, json)
 
 
 @app.command(name="list")
-async def list_tokens(account: AccountId, /, *, json: Json = False, access: Access) -> None:
+async def list_tokens(account: AccountRef, /, *, json: Json = False, access: Access) -> None:
     """An account's tokens, oldest first."""
-    tokens = list(await access.accounts.tokens(account))
+    tokens = list(await access.accounts.tokens((await access.find(account)).id))
     print_either(json, [token_json(token) for token in tokens], lambda: _print_tokens(tokens))
 
 

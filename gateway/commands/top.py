@@ -1,4 +1,5 @@
-"""`hearth top`: machines, GPUs and models as they are now, in a terminal. It asks a gateway, as any operator may."""
+"""`hearth top`: machines, GPUs, models and tenants as they are now, in a terminal. It asks a gateway, as any operator
+may."""
 
 import contextlib
 import io
@@ -19,10 +20,11 @@ from rich.console import Console
 from rich.live import Live
 
 from gateway.admin.machines import MachinesItem
+from gateway.admin.monitoring import TopAccountsItem
 from gateway.commands.access.gateway_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
 from gateway.commands.terminal.options import Source, command_app, exclusive
 from gateway.commands.terminal.output import fail
-from gateway.commands.top_view import MoveRates, TopView
+from gateway.commands.terminal.top_view import MoveRates, TopView
 from tenants.store.protocol import StoreUnavailable
 
 _TEACHING: Final = """\
@@ -35,10 +37,12 @@ examples:
 
 WHERE is where a model's weights are: device, memory or disk, and where they are moving. RUN and WAIT are its requests
 in the replica, HERE those that the gateway holds until it is awake. HIT is the share of prompt tokens that were in the
-prefix cache, KV what its cache takes of the device. For this host's own gateway no token is needed: one is made that
-lasts while this command does.
+prefix cache, HOST the part that came back from host memory, KV what the cache takes of the device. TENANT are the
+busiest accounts at this gateway in the last minute: calls that run, requests and tokens, and those REFUSED over a
+limit. For this host's own gateway no token is needed: one is made that lasts while this command does.
 """
 _WHAT: Final = "machines"
+_TENANTS: Final = "top?limit=10"
 _INTERVAL_S: Final = (0.2, 3600.0)
 _WIDTH: Final = 120  # where no terminal says how wide it is
 _FORM: Final = exclusive()
@@ -106,17 +110,25 @@ class TopPoller:
         self._gateway = gateway
         self._moves = MoveRates()
         self._last: MachinesItem | None = None
+        self._tenants: TopAccountsItem | None = None
         self._away_since: float | None = None
 
     def look(self) -> TopView:
         """Raises GatewayUnreachable or OperatorRefused."""
         try:
             self._last = msgspec.json.decode(self._gateway.ask(_WHAT), type=MachinesItem)
+            self._tenants = self._ask_tenants()
         except msgspec.MsgspecError as error:
             raise OperatorRefused(f"the gateway at {self._gateway.url} is of another version: {error}") from error
         self._away_since = None
         self._moves.take(time.monotonic(), self._last.machines)
-        return TopView(self._last, self._moves)
+        return TopView(self._last, self._moves, tenants=self._tenants)
+
+    def _ask_tenants(self) -> TopAccountsItem | None:
+        """None where the gateway is an older one, which tells of machines alone."""
+        with contextlib.suppress(OperatorRefused, msgspec.MsgspecError):
+            return msgspec.json.decode(self._gateway.ask(_TENANTS), type=TopAccountsItem)
+        return None
 
     def look_or_wait(self) -> TopView:
         """As `look`; while the gateway is away, its last answer and since when. Raises OperatorRefused."""
@@ -126,7 +138,7 @@ class TopPoller:
             now = time.monotonic()
             self._away_since = now if self._away_since is None else self._away_since
             note = f"{away}; waiting, {now - self._away_since:.0f} s so far"
-            return TopView(self._last or MachinesItem([]), self._moves, note)
+            return TopView(self._last or MachinesItem([]), self._moves, note, self._tenants)
 
 
 @contextlib.contextmanager

@@ -12,33 +12,45 @@ from cyclopts import Parameter
 from msgspec import structs
 
 from gateway.commands.access.store_access import Access, StoreAccess
+from gateway.commands.account_tools.limits_left import print_left
 from gateway.commands.terminal.options import Day, Json, command_app, exclusive
 from gateway.commands.terminal.output import day_text, format_amount, print_either, print_json, print_table, progress
+from tenants.audit import SYSTEM
+from tenants.deletion import REMOVED
+from tenants.records.accounts import Account
 from tenants.records.usage import MICRO, Totals, UsageRow
 from tenants.store.protocol import RETENTION_DAYS, USAGE_ACCOUNTS, Store
 
 _TEACHING: Final = """\
 examples:
   hearth usage                                         all accounts, the last 30 days, by day
-  hearth usage ACCOUNT --by model
-  hearth usage ACCOUNT --from 2026-01-01 --to 2026-01-31 --by token --csv
-  hearth usage ACCOUNT --by tag                        a call with several tags is in the row of each
+  hearth usage --by account                            one line each, also of removed accounts whose ledger stayed
+  hearth usage --by plan --from 2026-01-01 --csv
+  hearth usage acme --by model
+  hearth usage acme --from 2026-01-01 --to 2026-01-31 --by token --csv
+  hearth usage acme --by tag                           a call with several tags is in the row of each
+  hearth usage acme --left                             what is left of each of its limits now
   hearth usage reconcile                               do the counters say what the ledger's records say?
-  hearth usage reconcile ACCOUNT --from 2026-01-01 --json
+  hearth usage reconcile acme --from 2026-01-01 --json
 
 Days are in UTC. Records are kept for 400 days. Exit status of reconcile: 1 where counters and records differ.
 """
 _DAYS: Final = 30
 _COUNTS: Final = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-_COLUMNS: Final = {"day": (), "model": ("model",), "token": ("token_id",), "tag": ("tags",)}
+_COLUMNS: Final = {"model": ("model",), "token": ("token_id",), "tag": ("tags",)}
 _KEYS: Final[dict[str, Callable[[UsageRow], list[str]]]] = {
     "day": lambda row: [day_text(row.day)],
     "model": lambda row: [row.model],
     "token": lambda row: [row.token_id],
     "tag": lambda row: row.each_tag,
 }
+_REMOVED_PLAN: Final = "(removed)"
+_AMOUNTS: Final = (*_COUNTS, "neurons")
+_AMOUNT_HEADS: Final = ("REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS")
+_HEADS: Final = {"account_id": "ACCOUNT"}
 _FORM: Final = exclusive()
-Accounts = Annotated[str, Parameter(help="its id (default: all)")]
+Accounts = Annotated[str, Parameter(help="its name or id (default: all)")]
+By = Literal["day", "model", "token", "tag", "account", "plan"]
 First = Annotated[Day, Parameter(name="--from", help="like 2026-01-31 (default: 30 days ago)")]
 Last = Annotated[Day, Parameter(name="--to", help="the last one (default: today)")]
 app = command_app("usage", "what accounts have used; check counters against records", _TEACHING)
@@ -54,6 +66,14 @@ class BalanceRow(NamedTuple):
     recorded: Totals
 
 
+class Subject(NamedTuple):
+    """An account with usage; one that was removed has the name that it had, and no plan."""
+
+    id: str
+    name: str
+    plan: str
+
+
 def _days(first: int | None, last: int | None) -> range:
     """Raises ValueError where they are none, or too many."""
     end = int(time.time()) // 86_400 if last is None else last
@@ -63,12 +83,25 @@ def _days(first: int | None, last: int | None) -> range:
     return range(start, end + 1)
 
 
-async def _ids(access: StoreAccess, named: Sequence[str]) -> list[str]:
+async def _accounts(access: StoreAccess, named: Sequence[str]) -> Sequence[Account]:
     if len(named) > 1:
         raise ValueError("name one account, or none for all")
-    if named:
-        return [(await access.accounts.get(named[0])).id]
-    return [account.id for account in await access.accounts.list()]
+    return [await access.find(named[0])] if named else await access.accounts.list()
+
+
+async def _subjects(access: StoreAccess, named: Sequence[str]) -> list[Subject]:
+    """The accounts, and removed ones where none is named, or that is."""
+    removed = [
+        Subject(entry.target, msgspec.json.decode(entry.detail)["name"], _REMOVED_PLAN)
+        async for entry in access.audit.entries(SYSTEM)
+        if entry.action == REMOVED
+    ]
+    if len(named) == 1 and (gone := [subject for subject in removed if subject.id == named[0]]):
+        return gone
+    accounts = await _accounts(access, named)
+    subjects = [Subject(account.id, account.name, account.plan.name) for account in accounts]
+    listed = {subject.id for subject in subjects}  # an export may have brought a removed one back
+    return subjects if named else subjects + [gone for gone in removed if gone.id not in listed]
 
 
 @app.default
@@ -76,35 +109,64 @@ async def usage(
     *accounts: Accounts,
     first: First = None,
     last: Last = None,
-    by: Annotated[Literal["day", "model", "token", "tag"], Parameter(help="what sums are of (default: day)")] = "day",
+    by: Annotated[By, Parameter(help="what sums are of (default: day)")] = "day",
+    left: Annotated[bool, Parameter(help="what is left of each limit now, in place of what was used")] = False,
     csv: Annotated[bool, Parameter(help="print CSV", group=("Parameters", _FORM))] = False,
     json: Annotated[Json, Parameter(group=("Parameters", _FORM))] = False,
     access: Access,
 ) -> None:
     """What accounts have used."""
+    if left and csv:
+        raise ValueError("--left is printed as a table or, with --json, as JSON")
+    if left:
+        return await print_left(access, await _accounts(access, accounts), json)
     days = _days(first, last)
-    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    total: Counter[str] = Counter()
-    ids = await _ids(access, accounts)
-    for start in progress(range(0, len(ids), USAGE_ACCOUNTS), "hundreds of accounts"):
-        some = ids[start : start + USAGE_ACCOUNTS]
-        usage = await access.store.quotas.usage(some, days[0], days[-1], _COLUMNS[by])
-        for account_id, row in ((id, row) for id in some for row in usage.get(id, ())):
-            amounts = {name: getattr(row, name) for name in (*_COUNTS, "micro_neurons")}
-            total.update(amounts)
-            for key in _KEYS[by](row):
-                sums[account_id, key].update(amounts)
+    subjects = {subject.id: subject for subject in await _subjects(access, accounts)}
+    sums, total = await _sums(access, list(subjects.values()), days, by)
+    keys = {"account": ("account_id", "name"), "plan": ("plan",)}.get(by, ("account_id", "name", by))
+    rows = [
+        {**_named(subjects.get(of), of, by), **({} if by in ("account", "plan") else {by: key}), **_columns(counts)}
+        for (of, key), counts in sums.items()
+    ]
     if json:
-        rows = [{"account_id": account_id, by: key, **_columns(counts)} for (account_id, key), counts in sums.items()]
         print_json({"from": day_text(days[0]), "to": day_text(days[-1]), "rows": rows, "total": _columns(total)})
     elif csv:
-        writer = csv_writer.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(("account_id", by, *_columns(total)))
-        writer.writerows((*key, *_columns(counts).values()) for key, counts in sums.items())
+        # The name comes last: scripts of before names count columns.
+        heads = (*(key for key in keys if key != "name"), *_columns(total), *(["name"] if "name" in keys else []))
+        writer = csv_writer.DictWriter(sys.stdout, heads, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     else:
-        lines = {**sums, ("total", ""): total}
-        heads = ("ACCOUNT", by.upper(), "REQUESTS", "PROMPT", "CACHED", "COMPLETION", "NEURONS")
-        print_table(heads, [(*key, *map(format_amount, _columns(counts).values())) for key, counts in lines.items()])
+        shown = [*rows, {keys[0]: "total", **_columns(total)}]
+        cells = [[row.get(key, "") for key in keys] + [format_amount(row[name]) for name in _AMOUNTS] for row in shown]
+        print_table((*(_HEADS.get(key, key.upper()) for key in keys), *_AMOUNT_HEADS), cells)
+
+
+async def _sums(
+    access: StoreAccess, subjects: Sequence[Subject], days: range, by: By
+) -> tuple[dict[tuple[str, str], Counter[str]], Counter[str]]:
+    """Sums by (account's id, or plan; key), and of all."""
+    sums: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    total: Counter[str] = Counter()
+    keys_of = _KEYS.get(by, _no_key)
+    for start in progress(range(0, len(subjects), USAGE_ACCOUNTS), "hundreds of accounts"):
+        some = subjects[start : start + USAGE_ACCOUNTS]
+        ids = [subject.id for subject in some]
+        usage = await access.store.quotas.usage(ids, days[0], days[-1], _COLUMNS.get(by, ()))
+        for subject, row in ((each, row) for each in some for row in usage.get(each.id, ())):
+            amounts = {name: getattr(row, name) for name in (*_COUNTS, "micro_neurons")}
+            total.update(amounts)
+            for key in keys_of(row):
+                sums[subject.plan if by == "plan" else subject.id, key].update(amounts)
+    return sums, total
+
+
+def _no_key(row: UsageRow) -> list[str]:
+    return [""]
+
+
+def _named(subject: Subject | None, of: str, by: By) -> dict[str, Any]:
+    return {"plan": of} if by == "plan" or subject is None else {"account_id": of, "name": subject.name}
 
 
 def _columns(sums: Counter[str]) -> dict[str, float]:
@@ -117,10 +179,12 @@ async def reconcile(
 ) -> int:
     """Compare the counters with the sums of the ledger's records."""
     days = _days(first, last)
-    ids = progress(await _ids(access, accounts), "accounts")
+    subjects = {subject.id: subject for subject in await _subjects(access, accounts)}
+    ids = progress(list(subjects), "accounts")
     compared = [row for account_id in ids async for row in balances(access.store, account_id, days)]
     differ = [row for row in compared if row.counted != row.recorded]
-    documents = [{**row._asdict(), "day": day_text(row.day)} for row in differ]
+    names = {row.account_id: subjects[row.account_id].name for row in differ}
+    documents = [{**row._asdict(), "day": day_text(row.day), "name": names[row.account_id]} for row in differ]
     span = {"from": day_text(days[0]), "to": day_text(days[-1])}
     document: Any = msgspec.to_builtins({**span, "compared": len(compared), "differ": documents})
     print_either(json, document, lambda: _print_differences(differ, len(compared), days))

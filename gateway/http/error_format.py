@@ -1,4 +1,4 @@
-"""The bodies that carry an error: Cloudflare's envelope, and OpenAI's and Anthropic's errors with the envelope beside.
+"""The bodies that carry an error: Cloudflare's envelope, beside OpenAI's `error` or Anthropic's.
 
 It does not know which path has which.
 """
@@ -12,13 +12,7 @@ from gateway.errors import ApiError
 
 _encode = msgspec.json.encode
 
-OPENAI_TYPES: Final = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+OPENAI_TYPES: Final = {403: "permission_error", 429: "rate_limit_error"}  # by status, where it says more than the rest
 ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,23 +41,14 @@ def error_body(error_format: ErrorFormat, refusal: ApiError, request_id: str) ->
 
 
 def envelope(refusal: ApiError, request_id: str) -> bytes:
-    """Renders Cloudflare's error body. Errors of a model's call name the request and come before the result."""
-    if not refusal.routed:
-        errors = [{"code": refusal.code, "message": refusal.message}]
-        return _encode({"result": None, "success": False, "errors": errors, "messages": []})
-    errors = [{"message": message_with_id(refusal, request_id), "code": refusal.code}]
-    return _encode({"errors": errors, "success": False, "result": {}, "messages": []})
+    """Renders Cloudflare's error body. Errors of a model's call name the request and come before the result. OpenAI's
+    `error` is last: a client whose base URL is another path's then has words to show."""
+    return _joined(_envelope(refusal, request_id), b'{"error":' + _openai_error(refusal, request_id) + b"}")
 
 
 def openai_envelope(refusal: ApiError, request_id: str) -> bytes:
     """Renders the error body on OpenAI's paths: its `error` object and the envelope's keys, for both clients."""
-    error = {
-        "message": message_with_id(refusal, request_id),
-        "type": OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error"),
-        "param": refusal.param,
-        "code": refusal.kind,
-    }
-    return b'{"error":' + _encode(error) + b"," + envelope(refusal, request_id)[1:]
+    return _joined(b'{"error":' + _openai_error(refusal, request_id) + b"}", _envelope(refusal, request_id))
 
 
 def anthropic_envelope(refusal: ApiError, request_id: str) -> bytes:
@@ -74,7 +59,31 @@ def anthropic_envelope(refusal: ApiError, request_id: str) -> bytes:
         "details": {"error_code": refusal.kind},
     }
     head = _encode({"type": "error", "error": error, "request_id": request_id})
-    return head[:-1] + b"," + envelope(refusal, request_id)[1:]
+    return _joined(head, _envelope(refusal, request_id))
+
+
+def _envelope(refusal: ApiError, request_id: str) -> bytes:
+    if not refusal.routed:
+        errors = [{"code": refusal.code, "message": refusal.message}]
+        return _encode({"result": None, "success": False, "errors": errors, "messages": []})
+    errors = [{"message": f"AiError: {message_with_id(refusal, request_id)}", "code": refusal.code}]
+    return _encode({"errors": errors, "success": False, "result": {}, "messages": []})
+
+
+def _openai_error(refusal: ApiError, request_id: str) -> bytes:
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    error = {
+        "message": message_with_id(refusal, request_id),
+        "type": refusal.kind if refusal.kind == "insufficient_quota" else OPENAI_TYPES.get(refusal.status, kind),
+        "param": refusal.param,
+        "code": refusal.kind,
+    }
+    return _encode(error)
+
+
+def _joined(first: bytes, second: bytes) -> bytes:
+    """One object with the members of both."""
+    return first[:-1] + b"," + second[1:]
 
 
 _RENDERERS: Final = {
@@ -85,5 +94,5 @@ _RENDERERS: Final = {
 
 
 def message_with_id(refusal: ApiError, request_id: str) -> str:
-    """The message with the request's id, by which an operator finds it in the log."""
-    return f"{refusal.message} ({request_id})"
+    """The message with the request's id, if it has one, by which an operator finds it in the log."""
+    return f"{refusal.message} ({request_id})" if request_id else refusal.message

@@ -3,18 +3,25 @@
 It reads types, and knows no requests.
 """
 
+import difflib
 import re
 from typing import Any, Final
 
 from msgspec import inspect
 
-_STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
+STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 
 
 def allowed_words(kind: Any, path: str) -> list[str]:
     """The words that a field like `messages[0].role` of this type may be."""
     kinds = _at(kind, path)
     return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
+
+
+def similar_field(kind: Any, path: str, name: str) -> str:
+    """The field of the object at this path that the name was most likely meant to be; empty where none is like it."""
+    known = [field.encode_name for inner in _at(kind, path) for field in getattr(inner, "fields", ())]
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.75)), "")
 
 
 def allowed_ranges(kind: Any, path: str) -> str:
@@ -39,7 +46,7 @@ def union_members(kinds: list[inspect.Type]) -> list[inspect.Type]:
 
 def _at(kind: Any, path: str) -> list[inspect.Type]:
     kinds = union_members([inspect.type_info(kind)])
-    for step in _STEP.findall(path):
+    for step in STEP.findall(path):
         kinds = union_members([inner for kind in kinds for inner in _inside(kind, step)])
     return kinds
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs
 
@@ -14,7 +15,8 @@ import msgspec
 from msgspec import inspect
 
 from gateway.errors import ApiError, bad_input, body_missing
-from gateway.http.field_hints import allowed_ranges, allowed_words, union_members
+from gateway.http.field_hints import allowed_ranges, allowed_words, similar_field, union_members
+from gateway.http.unknown_fields import UnknownField
 
 DEPTH_MAX: Final = 64
 VALUES_MAX: Final = 65_536  # more would stop all streams for as long as their decoding takes
@@ -25,6 +27,7 @@ _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
 _WRONG_WORD: Final = re.compile(r"Invalid (?:enum )?value '")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _NAME_MAX: Final = 64
+_BYTE: Final = re.compile(r"(?:JSON is malformed: )?(.*?)(?: \(byte (\d+)\))?$")
 _WHOLE: Final = re.compile("[0-9]{1,18}")
 _NO_MARKS: Final = bytes(byte for byte in range(256) if byte not in b":{}")
 
@@ -47,9 +50,35 @@ def decode_body(body: bytes, decoder: "msgspec.json.Decoder[T]") -> T:
         raise _invalid(str(error), decoder.type) from None
     except RecursionError:
         raise bad_input(f"the body is nested more than {DEPTH_MAX} levels deep; flatten it") from None
-    except ValueError:  # malformed for msgspec, or bytes that are no UTF-8
-        raise bad_input("the body is not valid JSON (UTF-8, no NaN, no comments); send one JSON object") from None
+    except ValueError as error:  # malformed for msgspec, or bytes that are no UTF-8
+        raise bad_input(malformed("the body is not valid JSON", body, error)) from None
     return decoded
+
+
+def body_without(unknown: UnknownField, body: bytes) -> bytes:
+    """The body, which was refused for this field, without it. Raises ApiError where a name is twice in it."""
+    check_names(body)
+    document = msgspec.json.decode(body)
+    unknown.remove_from(document)
+    return msgspec.json.encode(document)
+
+
+def malformed(problem: str, text: bytes, error: ValueError) -> str:
+    """The problem with where it is and what is wrong there, of a text in which a decoder found this error."""
+    if isinstance(error, UnicodeDecodeError):
+        try:
+            text.decode()
+        except UnicodeDecodeError as whole:  # the decoder's own place is that within a piece
+            error = whole
+        fault, place = "no UTF-8", error.start
+    else:
+        words = _BYTE.fullmatch(str(error))
+        fault, place = (words[1], int(words[2] or len(text))) if words else ("", len(text))
+        place -= fault == "trailing characters"  # msgspec points behind the first of them
+    before = text[:place]
+    line = before.count(b"\n") + 1
+    column = len(before[before.rfind(b"\n") + 1 :].decode("utf-8", "replace")) + 1
+    return f"{problem} at line {line}, column {column}: {fault[:1].lower()}{fault[1:]}; send one JSON object"
 
 
 def check_values(body: bytes) -> None:
@@ -165,19 +194,25 @@ def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(name: str) -> ApiError:
-    return bad_input(f"'{name[:_NAME_MAX]}' is given twice; give it once", name[:_NAME_MAX])
+    return replace(bad_input(f"'{name[:_NAME_MAX]}' is given twice; give it once", name[:_NAME_MAX]), coined=True)
 
 
 def _invalid(message: str, kind: Any) -> ApiError:
     """Turns msgspec's sentence around, so that the field comes first. It quotes types and limits, never values."""
     path = _PATH.search(message)
-    field = path.group(1)[:_NAME_MAX] if path else ""
+    place = path.group(1) if path else ""
+    field = place[:_NAME_MAX]
     problem = _PATH.sub("", message).replace("`", "")
     if named := _UNKNOWN.match(message) or _MISSING.match(message):
         name = named.group(1)[:_NAME_MAX]
         field = f"{field}.{name}" if field else name
-        fault = "missing; give it" if _MISSING.match(message) else "not a field of this request; leave it out"
-        return bad_input(f"'{field}' is {fault}", field)
+        if _MISSING.match(message):
+            return bad_input(f"'{field}' is missing; give it", field)
+        similar = similar_field(kind, place, name)
+        advice = f"did you mean '{similar}'?" if similar else "leave it out"
+        refusal = bad_input(f"'{field}' is not a field of this request; {advice}", field)
+        found = None if "..." in place or "`key` in" in message else place
+        return UnknownField(**{**vars(refusal), "coined": True}, place=found, name=named.group(1))
     if _WRONG_WORD.match(message):
         return bad_input(f"'{field}': send one of {', '.join(allowed_words(kind, field))}", field)
     if not field:

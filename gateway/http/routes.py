@@ -15,6 +15,7 @@ from gateway import errors
 from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http.client_address import ClientAddressPolicy
+from gateway.http.cross_origin import CrossOriginPolicy
 from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import ClientDisconnected, Exchange, ExchangeTimeouts
 
@@ -29,33 +30,43 @@ class ExchangeServer:
     """Owns each request from first to last: when `serve` returns it is answered, or its client is gone.
 
     `clock` is monotonic seconds. `on_answered` gets the route's name in the metrics and the status; None if the client
-    left before there was one.
+    left before there was one. `on_refused` gets each refusal before it is answered.
     """
 
     clients: ClientAddressPolicy
+    origins: CrossOriginPolicy
     timeouts: ExchangeTimeouts
     clock: Callable[[], float]
     on_answered: Callable[[str, int | None], None]
+    on_refused: Callable[[Exchange, ApiError], None]
 
     @classmethod
     def of(
-        cls, limits: ServerConfig, clock: Callable[[], float], on_answered: Callable[[str, int | None], None]
+        cls,
+        limits: ServerConfig,
+        clock: Callable[[], float],
+        on_answered: Callable[[str, int | None], None],
+        on_refused: Callable[[Exchange, ApiError], None] = lambda exchange, refusal: None,
     ) -> "ExchangeServer":
         timeouts = ExchangeTimeouts(limits.body_s, limits.first_byte_s, limits.ping_s, limits.blocked_s)
-        return cls(ClientAddressPolicy(limits), timeouts, clock, on_answered)
+        origins = CrossOriginPolicy(limits.allowed_origins)
+        return cls(ClientAddressPolicy(limits), origins, timeouts, clock, on_answered, on_refused)
 
     async def serve(self, endpoint: "Endpoint", scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request with the endpoint's handler; raises nothing."""
         client, request_id = self.clients.client_address(scope), str(uuid.uuid4())
         exchange = Exchange(scope, receive, send, self.timeouts, request_id, self.clock, client)
+        exchange.origin_headers = self.origins.headers(exchange.headers.get(b"origin"))
         try:
             if not endpoint.any_host and not self.clients.serves_host(exchange.headers[b"host"]):
                 raise errors.misdirected()
             exchange.error_format = endpoint.error_format
             if "\n" in exchange.path:  # a pattern's final `$` matches before a line break, too
                 raise errors.no_route(exchange.path)
-            await endpoint.handler(exchange)
+            if not await self.origins.answer_preflight(exchange):
+                await endpoint.handler(exchange)
         except ApiError as refusal:
+            self.on_refused(exchange, refusal)
             await exchange.refuse(refusal)
         except ClientDisconnected:
             pass

@@ -61,6 +61,11 @@ class DrainableApp(Protocol):
     def open_requests(self) -> int:
         """Requests that a drain waits for."""
 
+    @property
+    def failed(self) -> str:
+        """What ended by an error and cannot be begun again: the server drains and ends then. Empty as long as all goes
+        on."""
+
     def drain(self) -> None:
         """Refuses new work from now on; what runs goes on."""
 
@@ -268,7 +273,7 @@ class HttpServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if self._certificate is not None and counter % _CERTIFICATE_TICKS == 0:
             self._certificate.refresh()
-        return await super().on_tick(counter)
+        return await super().on_tick(counter) or bool(self._app.failed)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.drain()
@@ -315,7 +320,8 @@ def allow_descriptors(connections: int) -> int:
 
 
 def run_server(app: DrainableApp, server: ServerConfig, certificate: Certificate | None) -> None:
-    """Serves until a signal arrives and all requests have ended or were interrupted. Call it on the main thread.
+    """Serves until a signal arrives, or the app has failed, and all requests have ended or were interrupted. Call it on
+    the main thread.
 
     Raises OSError if the port cannot be taken.
     """

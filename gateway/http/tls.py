@@ -6,10 +6,10 @@ previous certificate in force, and are logged once.
 
 import datetime
 import logging
-import os
 import ssl
 from typing import Final
 
+from engine.process.files import file_stamp
 from gateway.config import ServerConfig, SettingsError
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of TLS 1.3 are all sound
@@ -22,12 +22,12 @@ class Certificate:
 
     def __init__(self, certificate: str, key: str) -> None:
         self._paths = (certificate, key)
-        self._stamps = [_stamp(path) for path in self._paths]
+        self._stamps = [file_stamp(path) for path in self._paths]
         self.context = server_context(certificate, key)
 
     def refresh(self) -> None:
         """Reads files that have changed. Costs two calls of stat."""
-        stamps = [_stamp(path) for path in self._paths]
+        stamps = [file_stamp(path) for path in self._paths]
         if stamps == self._stamps:
             return
         self._stamps = stamps
@@ -80,12 +80,3 @@ def _problem(error: ssl.SSLError, certificate: str, key: str) -> str:
         return f"the key {key} is not that of the certificate {certificate}"
     reason = error.reason or str(error)
     return f"{certificate} and {key} are no certificate chain and unencrypted key in PEM: {reason}"
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Values that change when a file is written or replaced; None for a missing file."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ino, status.st_size

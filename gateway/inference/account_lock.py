@@ -3,8 +3,8 @@ can take all threads. It does not know what the work is.
 """
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Final, TypeVar
 from weakref import WeakValueDictionary
 
@@ -31,17 +31,35 @@ class AccountLocks:
         threads."""
         if size_bytes <= LARGE_BODY_BYTES:
             return work()
-        async with self.lock(account_id), self._parsers:
-            return await asyncio.to_thread(work)
+        return await _run([self.lock(account_id), self._parsers], work, None)
 
     async def run_in_thread(self, account_id: str, work: Callable[[], T], *, fresh: bool) -> T:
         """Runs blocking work in a thread while it holds the account's lock. `fresh` takes a new thread that ends with
         the work: tokenizers keep the words of a thread until it ends."""
-        async with self.lock(account_id):
-            if not fresh:
-                return await asyncio.to_thread(work)
-            thread = ThreadPoolExecutor(1)
-            try:
-                return await asyncio.get_running_loop().run_in_executor(thread, work)
-            finally:
+        thread = ThreadPoolExecutor(1) if fresh else None
+        try:
+            return await _run([self.lock(account_id)], work, thread)
+        finally:
+            if thread is not None:
                 thread.shutdown(wait=False)
+
+
+async def _run(turns: Sequence[asyncio.Lock | asyncio.Semaphore], work: Callable[[], T], thread: Executor | None) -> T:
+    """Runs work in a thread, which holds these until it ends, also where its caller leaves: else an account whose calls
+    come and go would have all threads."""
+    taken: list[asyncio.Lock | asyncio.Semaphore] = []
+
+    def release(_: object = None) -> None:
+        for turn in taken:
+            turn.release()
+
+    try:
+        for turn in turns:
+            await turn.acquire()
+            taken.append(turn)
+        running = asyncio.get_running_loop().run_in_executor(thread, work)
+    except BaseException:
+        release()
+        raise
+    running.add_done_callback(release)
+    return await asyncio.shield(running)

@@ -34,8 +34,8 @@ def scope_of(caller: Caller, user: str | None, zero_retention: bool) -> Scope:
         if not user:
             return alone
         user_id = hashlib.blake2b(user.encode(), digest_size=16, key=caller.scope, person=b"hearth user").digest()
-        return Scope(ScopeKind.USER, user_id, account.epoch, account=caller.account_scope)
-    return Scope(ScopeKind.TENANT, caller.scope, account.epoch, account=caller.account_scope)
+        return Scope(ScopeKind.USER, user_id, caller.scope_epoch, account=caller.account_scope)
+    return Scope(ScopeKind.TENANT, caller.scope, caller.scope_epoch, account=caller.account_scope)
 
 
 def terms_of(caller: Caller, zero_retention: bool, *, background: bool = False) -> SchedulingTerms:

@@ -4,6 +4,7 @@ It does not know dialects, accounts or replicas.
 """
 
 import secrets
+from array import array
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -52,18 +53,19 @@ class _Call:
 class CompletionBuilder:
     """One choice of a request. Once `last`, its last step, came, `finish` tells why it ended, as in Reply.finish.
 
-    `thought_tokens` counts up to the last piece of a thought, whose step may hold some of the text too."""
+    `tokens` are all that came, so that another replica can go on with it. `thought_tokens` counts up to the last piece
+    of a thought, whose step may hold some of the text too."""
 
     __slots__ = (
         *("_calls", "_decoder", "_parser", "_pieces", "_scored", "_scores", "_call_index", "_text", "_thoughts"),
-        *("_parallel", "_tokens", "finish", "last", "thought_tokens"),
+        *("_parallel", "finish", "last", "thought_tokens", "tokens"),
     )
 
     def __init__(self, model: Model, prompt: Prompt, opened: bool) -> None:
         """`opened`: the prompt ends within a thought."""
         self._text = model.tokenizer
         self._parser, markers = _parser(model, prompt, opened)
-        self._decoder: Detokenizer = model.tokenizer.detokenizer(prompt.stop, markers)
+        self._decoder: Detokenizer = model.tokenizer.detokenizer(prompt.stop, markers, prompt.sampling.min_tokens)
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
@@ -73,7 +75,7 @@ class CompletionBuilder:
         self._scored: list[ScoredToken] = []
         self.finish: str | None = None
         self.last: OutputDelta | None = None
-        self._tokens = 0
+        self.tokens = array("I")
         self.thought_tokens = 0
 
     @property
@@ -88,6 +90,7 @@ class CompletionBuilder:
 
     def push(self, step: OutputDelta) -> list[OutputPart]:
         """The parts that may be shown after this step. Sets `finish` with the last step."""
+        self.tokens.extend(step.tokens)
         text = self._decoder.push(self._visible(step))
         if self._decoder.stopped_by is not None:
             self.finish = "stop"
@@ -151,7 +154,6 @@ class CompletionBuilder:
     def _parse(self, text: str, step: OutputDelta) -> list[OutputPart]:
         assert self._parser is not None
         parts = self._parser.push(text)
-        self._tokens += len(step.tokens)
         if self.finish is not None:
             parts += self._parser.finish()
         elif len(parts) == 1:  # as nearly always
@@ -171,7 +173,7 @@ class CompletionBuilder:
                 self._calls[-1].fragments.append(part.fragment)
             elif type(part) is ReasoningPart:
                 self._thoughts.append(part.text)
-                self.thought_tokens = self._tokens
+                self.thought_tokens = len(self.tokens)
             elif type(part) is ToolCallStart:
                 self._calls.append(_Call(part.name))
         if self._calls and self.finish == "stop":
@@ -195,14 +197,21 @@ class CompletionBuilder:
 
 def reasoning_enabled(model: Model, prompt: Prompt) -> bool:
     """Whether the answer may begin with a thought, as it does unless it continues a raw text."""
-    return model.has_reasoning and prompt.ids is None and not prompt.raw
+    return model.has_reasoning and _is_chat(prompt)
+
+
+def _is_chat(prompt: Prompt) -> bool:
+    return prompt.ids is None and not prompt.raw
 
 
 def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
     """Raises ApiError where an ended choice is not what the prompt's grammar wants: a part is never sent as a whole.
 
-    The replica holds the answer to the grammar until something cuts it; that a document is one is checked again here.
+    The replica holds the answer to the grammar until something cuts it, which the finish reason says, unless the prompt
+    asks for `whole_only`; that a document is one is checked again here.
     """
+    if not prompt.whole_only and (choice.finish in ("length", "quota") or choice.stopped_by is not None):
+        return
     limit, stop = prompt.field_name("max_tokens"), prompt.field_name("stop")
     if choice.finish == "length":
         raise errors.grammar_not_met(f"the answer was not whole within its tokens; raise '{limit}'", limit)
@@ -217,8 +226,9 @@ def check_grammar_met(choice: CompletionBuilder, prompt: Prompt) -> None:
 def _parser(model: Model, prompt: Prompt, opened: bool) -> tuple[OutputParser | None, frozenset[str]]:
     """The parser of the parts, and the control tokens that it must see; None where all is text."""
     parser, markers = None, frozenset[str]()
-    if prompt.tools and model.tool_format is not None:
-        parser, markers = model.tool_format.parser(prompt.tools, prompt.tool_choice), model.tool_format.markers
+    format = model.tool_format
+    if format is not None and (prompt.tools or (format.hold is not None and _is_chat(prompt))):
+        parser, markers = format.parser(prompt.tools or [], prompt.tool_choice), format.markers
     if reasoning_enabled(model, prompt):
         return ReasoningParser(parser or PlainTextParser(), opened), markers | MARKERS
     return parser, markers

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.config import ServerConfig
+from gateway.images.decoder import ImageDecoder
 from gateway.inference.account_lock import AccountLocks
 from gateway.inference.crash_breaker import CrashBreaker
 from gateway.observability.metrics import Metrics
+from gateway.observability.refusals import RefusalLog
 from gateway.observability.store_health import StoreHealth
 from gateway.observability.tracing import RequestTracer
 from gateway.text.encoding_cache import EncodingCache
@@ -32,3 +34,5 @@ class InferenceContext:
     account_bytes: LocalRate  # of the bodies that an account sends
     account_locks: AccountLocks = field(default_factory=AccountLocks)
     encodings: EncodingCache = field(default_factory=EncodingCache)
+    images: ImageDecoder = field(default_factory=ImageDecoder)
+    refusals: RefusalLog = field(default_factory=RefusalLog)

@@ -3,6 +3,7 @@
 It stores fingerprints, never text, and does not know why a replica died.
 """
 
+import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,27 +20,36 @@ def request_fingerprint(model: str, scope_id: bytes, tokens: bytes) -> bytes:
 
 
 class CrashBreaker:
-    """Counts crashes per fingerprint; each is remembered for CRASH_MEMORY_S, the latest FINGERPRINTS_MAX of them."""
+    """Counts crashes per fingerprint; each is remembered for CRASH_MEMORY_S, the latest FINGERPRINTS_MAX of them. One
+    replica's death is one crash, however many calls of a prompt ran there."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._crashes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # oldest crash first
+        self._crashes: OrderedDict[bytes, tuple[list[object], float]] = OrderedDict()  # oldest crash first
 
-    def record_crash(self, fingerprint: bytes) -> None:
-        """Counts one more crash in which the request was running."""
-        crashes = self.crashes(fingerprint) + 1
-        self._crashes[fingerprint] = (crashes, self._clock())
+    def watch(self, fingerprint: bytes, crashed: asyncio.Future[bool]) -> None:
+        """Counts the loss of a replica at which the request was running, once it is known for the replica's own."""
+        crashed.add_done_callback(
+            lambda told: None if told.cancelled() or not told.result() else self.record_crash(fingerprint, crashed)
+        )
+
+    def record_crash(self, fingerprint: bytes, crash: object) -> None:
+        """Counts a crash in which the request was running, once."""
+        crashes = self._crashes[fingerprint][0] if self.crashes(fingerprint) else []
+        if crash in crashes:
+            return
+        self._crashes[fingerprint] = ([*crashes, crash][-CRASHES_MAX:], self._clock())
         self._crashes.move_to_end(fingerprint)
         while len(self._crashes) > FINGERPRINTS_MAX:
             self._crashes.popitem(last=False)
 
     def crashes(self, fingerprint: bytes) -> int:
         """How many crashes of the request are remembered."""
-        crashes, at = self._crashes.get(fingerprint, (0, 0.0))
+        crashes, at = self._crashes.get(fingerprint, ([], 0.0))
         if crashes and self._clock() - at > CRASH_MEMORY_S:
             del self._crashes[fingerprint]
             return 0
-        return crashes
+        return len(crashes)
 
     def is_open(self, fingerprint: bytes) -> bool:
         """Whether the request is refused now."""

@@ -15,13 +15,12 @@ from engine.protocol.frames import Submit
 from engine.protocol.types import FinishReason, Pooling, RejectReason, SamplingParams
 from gateway import errors
 from gateway.catalogue.tasks import EmbeddingSpec
-from gateway.cluster.client import pack_token_ids
-from gateway.cluster.stream import ReplicaAsleep, ReplicaLost, ReplicaRejected, ReplicaStream
+from gateway.cluster.stream import ReplicaLeaving, ReplicaLost, ReplicaRejected, ReplicaStream, pack_token_ids
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.inference.embedding_inputs import check_inputs, encode_inputs
 from gateway.inference.embedding_types import EmbeddingRequest, EmbeddingResult, Floats, RankScore
 from gateway.inference.lifecycle import InferenceCall, Work
-from gateway.inference.replica_wait import TRIES_MAX, error_of_rejection, submit
+from gateway.inference.replica_wait import error_of_rejection, submit
 from tenants.limits.reservation import CallUsage
 
 AT_ONCE_MAX: Final = 256  # texts of one call that are at replicas at the same time: other calls need places there too
@@ -57,17 +56,17 @@ class EmbeddingWork(Work):
             pooling=pooling,
             traceparent=call.span.traceparent,
             terms=terms_of(call.caller, call.zero_retention, background=call.options.background),
+            regions=list(call.regions),
         )
         result = await self._result(call, await self._run_on_replicas(call, order, fingerprint), pooling)
         await call.answer(self._request.render(result), result.usage)
 
     async def _run_on_replicas(self, call: InferenceCall, order: Submit, fingerprint: bytes) -> Floats:
         """A row for each sequence. Only AT_ONCE_MAX of them are at replicas at once, and one whose replica is lost is
-        sent once more to another one."""
+        sent to another one."""
         rows: list[bytes] = []
         submitted = 0
         for index in range(len(self._sequences)):
-            tries = 1
             while True:
                 try:
                     for later in range(submitted, min(len(self._sequences), index + AT_ONCE_MAX)):
@@ -78,22 +77,19 @@ class EmbeddingWork(Work):
                         await self._submit(call, order, index)
                     rows.append(await self._row(index))
                     break
-                except ReplicaAsleep:
-                    self._streams = {i: stream for i, stream in self._streams.items() if not stream.asleep}
+                except ReplicaLeaving:
+                    self._streams = {i: stream for i, stream in self._streams.items() if not stream.left}
                     submitted = index
                     continue
-                except ReplicaLost:
+                except ReplicaLost as lost:
                     if self._submitted.get(index, self._losses) == self._losses:  # a loss that is not counted yet
                         self._losses += 1
-                        call.context.crash_breaker.record_crash(fingerprint)
-                    if tries == TRIES_MAX:
-                        raise errors.replica_lost() from None
+                        await call.note_loss(lost.crashed, fingerprint)
                 except ReplicaRejected as rejected:
-                    if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
+                    if rejected.reason is not RejectReason.DRAINING:
                         raise error_of_rejection(call, rejected) from None
                 if (stream := self._streams.pop(index, None)) is not None:
                     stream.cancel()  # nothing of what it did reaches the client, or is charged
-                tries += 1
             call.checkpoint()
         return np.frombuffer(b"".join(rows), "<f4").reshape(len(rows), -1)
 
@@ -104,7 +100,7 @@ class EmbeddingWork(Work):
         self._streams[index] = await submit(call, msgspec.structs.replace(order, tokens=tokens))
 
     async def _row(self, index: int) -> bytes:
-        """The sequence's vector. Raises ApiError where it failed, ReplicaLost, ReplicaRejected and ReplicaAsleep."""
+        """The sequence's vector. Raises ApiError where it failed, ReplicaLost, ReplicaRejected and ReplicaLeaving."""
         vector, stream = None, self._streams[index]
         async for step in stream:
             if step.finish is not None and step.finish.reason is not FinishReason.STOP:

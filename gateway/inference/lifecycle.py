@@ -23,11 +23,11 @@ from gateway.errors import ApiError
 from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange
 from gateway.inference import rate_limit_headers
 from gateway.inference.context import InferenceContext
-from gateway.inference.crash_breaker import CRASH_MEMORY_S, request_fingerprint
+from gateway.inference.crash_breaker import CRASH_MEMORY_S, CRASHES_MAX, request_fingerprint
 from gateway.inference.reply import Usage
 from gateway.inference.run_options import RunOptions
 from tenants.auth.caller import Caller
-from tenants.auth.errors import AccountSuspended, UnknownToken
+from tenants.auth.errors import AccountSuspended, HomeUnavailable, UnknownToken
 from tenants.limits.denials import QuotaExceeded
 from tenants.limits.reservation import CallUsage, Overdrawn, QuotaRequest, Reservation
 from tenants.records.holds import BUDGETS
@@ -36,6 +36,7 @@ from tenants.store.protocol import StoreUnavailable
 log = logging.getLogger(__name__)
 
 CHECKPOINT_S: Final = 1.0
+CAUSE_S: Final = 5.0  # how long a call whose replicas were lost waits at most to learn why
 LONG_BODY_BYTES: Final = 4096  # what a longer body asks for is encoded in a thread, so that others' streams go on
 
 T = TypeVar("T")
@@ -62,6 +63,11 @@ class Work(ABC):
         """Seconds of the first token's time that the gateway took itself; None before the first token."""
         return None
 
+    @property
+    def queue_ms(self) -> float:
+        """How long the replica let it wait for its turn."""
+        return 0.0
+
     def cancel(self) -> None:  # noqa: B027 a kind without replicas has nothing to stop
         """Stops the replicas that still compute. Idempotent, awaits nothing."""
 
@@ -81,11 +87,20 @@ class InferenceCall:
     demand: QuotaRequest | None = field(default=None, init=False)  # what was reserved
     reservation: Reservation | None = field(default=None, init=False)
     outcome: str = field(default="cancelled", init=False)
+    refusal: ApiError | None = field(default=None, init=False)  # that ended it
+    waited_s: float = field(default=0.0, init=False)  # here, for a replica
+    _losses: list[asyncio.Future[bool]] = field(default_factory=list, init=False)
     _ended: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.span = self.context.tracer.start_span(self.model.name, self.exchange.headers, self.work.operation)
+        name, headers, tracer = self.model.name, self.exchange.headers, self.context.tracer
+        self.span = tracer.start_span(name, headers, self.work.operation, self.regions)
         self._checkpoint_at = self.exchange.began + CHECKPOINT_S
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """Where alone it may be served; empty: anywhere."""
+        return self.caller.account.settings.regions
 
     @property
     def limit_s(self) -> float:
@@ -116,20 +131,37 @@ class InferenceCall:
             raise errors.crashes(int(CRASH_MEMORY_S / 60))
         return fingerprint
 
+    async def note_loss(self, crashed: asyncio.Future[bool] | None, fingerprint: bytes) -> None:
+        """Notes that a replica was lost with this call, as in ReplicaLost; from the second time on it waits until it is
+        known why. Raises ApiError where its prompt was in too many crashes: the next replica would follow."""
+        breaker = self.context.crash_breaker
+        if crashed is not None:
+            breaker.watch(fingerprint, crashed)
+            self._losses.append(crashed)
+        if len(self._losses) >= CRASHES_MAX:
+            done, _ = await asyncio.wait(self._losses, timeout=CAUSE_S)
+            for loss in done:
+                if loss.result():
+                    breaker.record_crash(fingerprint, loss)
+        if breaker.is_open(fingerprint):
+            raise errors.replica_lost()
+
     async def reserve(
         self, prompt_tokens: int, output_tokens: int = 0, min_output_tokens: int | None = None
     ) -> Reservation:
         """Holds the most that the call can cost, and tells the client in headers what its limits have left. A call in
         the background waits until there is all of it. Raises ApiError; nothing is held then.
 
-        Its id is this exchange's own and new, so that AlreadyRecorded would be a fault of the gateway.
+        The id of a live call is this exchange's own and new, so that AlreadyRecorded would be a fault of the gateway.
         """
-        context, caller = self.context, self.caller
+        context, caller, again = self.context, self.caller, self.options.background
         demand = self.demand_of(prompt_tokens, output_tokens, min_output_tokens)
         try:
-            self.reservation = await context.quota.reserve(caller, self.exchange.request_id, demand)
+            self.reservation = await context.quota.reserve(caller, self.exchange.request_id, demand, again=again)
         except QuotaExceeded as exceeded:
             raise _limit_error(context, self.exchange, self.caller, exceeded) from None
+        except HomeUnavailable:
+            raise errors.home_unavailable() from None
         except StoreUnavailable as problem:
             context.store_health.mark_down(problem)
             raise errors.store_unavailable() from None
@@ -140,7 +172,7 @@ class InferenceCall:
         context.store_health.mark_up()
         self.demand, self.caller = demand, caller  # a change that came meanwhile is checked again
         self.exchange.counted = True
-        self.exchange.extra_headers = rate_limit_headers.headers(self.reservation.limits_left)
+        self.exchange.extra_headers += rate_limit_headers.headers(self.reservation.limits_left)
         return self.reservation
 
     def demand_of(self, prompt_tokens: int, output_tokens: int, min_output_tokens: int | None) -> QuotaRequest:
@@ -214,10 +246,10 @@ class InferenceCall:
                 yield
             self.outcome = "done"
         except TimeoutError:
-            self.outcome = "timeout"
-            raise errors.timed_out(self.limit_s) from None
+            self.outcome, self.refusal = "timeout", errors.timed_out(self.limit_s)
+            raise self.refusal from None
         except ApiError as refusal:
-            self.outcome = refusal.kind
+            self.outcome, self.refusal = refusal.kind, refusal
             raise
         except ClientDisconnected:
             self.outcome = "client_gone"
@@ -266,9 +298,14 @@ class InferenceCall:
         if reservation is not None:
             self.context.soft_caps.check(account, reservation.limits_after(spent))
             neurons = reservation.neurons(spent)
-        self.context.metrics.account_usage.finished(account.id, account.plan.name, spent, neurons)
+        self.context.metrics.account_usage.finished(account, spent, neurons)
         self.span.end(spent)
-        first_ms = spent.first_token_ms
+        first_ms, gateway_s = spent.first_token_ms, self.work.gateway_s(self.exchange.began)
+        waits_ms = {
+            "gateway_ms": None if gateway_s is None else gateway_s * 1000,
+            "held_ms": self.waited_s * 1000,
+            "queue_ms": self.work.queue_ms,
+        }
         fields = {
             "request": self.exchange.request_id,
             "account": account.id,
@@ -280,7 +317,10 @@ class InferenceCall:
             "completion_tokens": spent.completion_tokens,
             "first_token_ms": None if first_ms is None else round(first_ms, 3),
             "total_ms": round(spent.total_ms, 3),
+            **{name: round(wait_ms, 3) for name, wait_ms in waits_ms.items() if wait_ms},
+            **({} if self.refusal is None else self.refusal.log_fields),
         }
+        self.exchange.reported = True
         log.info("request_ended", extra={"fields": fields})
 
 
@@ -299,8 +339,8 @@ async def count_refused(context: InferenceContext, exchange: Exchange, caller: C
 def _limit_error(context: InferenceContext, exchange: Exchange, caller: Caller, exceeded: QuotaExceeded) -> ApiError:
     """The refusal of what a limit has no room for, which is counted and told of in the headers."""
     account = caller.account
-    exchange.extra_headers = rate_limit_headers.headers([exceeded.status])
+    exchange.extra_headers += rate_limit_headers.headers([exceeded.status])
     context.soft_caps.check(account, [exceeded.status])
-    context.metrics.account_usage.refused(account.id, account.plan.name, exceeded.limit)
+    context.metrics.account_usage.refused(account, exceeded.limit)
     refuse = errors.allocation_used if exceeded.limit in BUDGETS else errors.too_many_requests
     return refuse(exceeded.message, exceeded.retry_after_s, lasting=exceeded.lasting)

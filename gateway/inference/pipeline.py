@@ -2,17 +2,29 @@
 sockets, stores or how a replica is chosen.
 """
 
+import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import FinishReason, Grammar, RejectReason
+from engine.protocol.types import FinishReason, GivenTokens, Grammar, ImageInput, RejectReason
 from gateway import errors
-from gateway.cluster.client import pack_token_ids
-from gateway.cluster.stream import OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected, ReplicaStream
+from gateway.cluster.stream import (
+    OutputDelta,
+    ReplicaLeaving,
+    ReplicaLost,
+    ReplicaMoved,
+    ReplicaRejected,
+    ReplicaStream,
+    ReplicaSucceeded,
+    SuccessorWanted,
+    pack_token_ids,
+)
+from gateway.images.placing import decode_images, pack_prompt
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.inference.completion import CompletionBuilder, check_grammar_met
 from gateway.inference.grammar import grammar_error
@@ -24,10 +36,12 @@ from gateway.inference.prompt_encoding import (
     grammar_with_reasoning,
     opens_in_reasoning,
 )
-from gateway.inference.replica_wait import TRIES_MAX, error_of_rejection, submit
-from gateway.inference.reply import Reply, ScoredToken, Usage
+from gateway.inference.replica_wait import error_of_rejection, submit, submit_beside
+from gateway.inference.reply import Reply, RunningUsage, ScoredToken, Usage
 from gateway.tool_parsers.parts import OutputPart
 from tenants.limits.reservation import CallUsage
+
+BUSY_PAUSE_S: Final = 0.25  # before a replica without a place is asked again to go on with what another one began
 
 
 class TextGeneration(Work):
@@ -38,13 +52,14 @@ class TextGeneration(Work):
         self.reply = reply
         self.stream: ReplicaStream | None = None
         self.choices: list[CompletionBuilder] = []  # once the prompt is encoded
+        self._known: dict[int, array[int]] = {}  # by choice, what another stream gave that this one gives again
         self.grammar: Grammar | None = None  # what a replica holds the answer to
         self.unfinished = prompt.n
-        self.prompt_tokens = 0
+        self.running = RunningUsage()
         self.computed = False  # a replica has begun with the prompt
-        self.cached_tokens = 0
-        self.completion_tokens = 0
         self.first_token_at: float | None = None
+        self._replica_first_s: float | None = None  # of it, from the submission to its arrival here
+        self._began_as: str | None = None  # the model of the replica that gave the first token
         self.cut_by_quota = False  # a limit of neurons lets it generate less than it asked for
 
     async def run(self, call: InferenceCall) -> None:
@@ -55,60 +70,130 @@ class TextGeneration(Work):
         opened = opens_in_reasoning(model, prompt, ids)
         self.grammar = grammar_with_reasoning(model, prompt, opened)
         tokens = pack_token_ids(ids)
-        self.prompt_tokens = len(ids)
+        self.running.prompt_tokens = len(ids)
         self.choices = [CompletionBuilder(model, prompt, opened) for _ in range(prompt.n)]
         fingerprint = call.fingerprint(tokens)
         max_tokens = min(prompt.max_tokens or model.settings.default_tokens, room)
         reservation = await call.reserve(len(ids), max_tokens * prompt.n, prompt.n)
         affordable = reservation.output_tokens // prompt.n
         self.cut_by_quota = affordable < max_tokens
+        images = await self._decode_images(call, ids)
         if prompt.stream:
             call.exchange.stream(self.reply.fail)
         order = Submit(
             id=0,
-            tokens=tokens,
+            tokens=pack_prompt(ids, images, model.vision),
             scope=scope_of(call.caller, prompt.user, call.zero_retention),
-            sampling=prompt.sampling,
+            sampling=prompt.sampling_of(model.sampling),
             max_tokens=min(max_tokens, affordable),
             stop_ids=model.tokenizer.stop_ids,
             n=prompt.n,
             traceparent=call.span.traceparent,
             terms=terms_of(call.caller, call.zero_retention, background=call.options.background),
+            regions=list(call.regions),
             grammar=self.grammar,
+            images=images,
         )
         sink: OutputSink = EventStreamSink(self, call) if prompt.stream else SingleBodySink(self, call)
         await self._run_on_replica(call, order, sink, fingerprint)
         await sink.end()
 
+    async def _decode_images(self, call: InferenceCall, ids: list[int]) -> list[ImageInput]:
+        """The prompt's images, of one call of an account after the other, so that none has all processes. Raises
+        ApiError."""
+        if not self.prompt.images:
+            return []
+        async with call.context.account_locks.lock(f"images {call.caller.account.id}"):
+            return await decode_images(call.context.images, self.prompt.images, call.model.vision, ids)
+
     async def _run_on_replica(self, call: InferenceCall, order: Submit, sink: "OutputSink", fingerprint: bytes) -> None:
-        """Runs the order on a replica, and once more on another one where the first is lost before any token came. An
-        order whose model goes to sleep before it has begun waits for the model again."""
-        tries = 1
+        """Runs the order on a replica. Where that is lost, ends or falls asleep, another one goes on behind the last
+        token that came, or the same once it is back: with seed and position the draws are the same anywhere."""
+        moved: ReplicaMoved | None = None
+        while True:
+            place, moved = moved, None
+            try:
+                heir = self._take_heir()
+                self.stream = heir or await submit(call, self._left_of(order, place), self._began_as, place)
+                await self._read(call, order, self.stream, sink, fingerprint)
+                return
+            except (ReplicaLeaving, ReplicaSucceeded):
+                self._forget_unseen()
+            except ReplicaMoved as handed_over:
+                moved = handed_over
+            except ReplicaLost as lost:
+                self._forget_unseen()
+                await call.note_loss(lost.crashed, fingerprint)
+            except ReplicaRejected as rejected:
+                if rejected.reason is RejectReason.GRAMMAR:
+                    raise grammar_error(self.prompt, self.grammar, rejected.message) from None
+                if rejected.reason is RejectReason.IMAGES:
+                    raise errors.bad_input(rejected.message, self.prompt.images[0].field) from None
+                if rejected.reason is RejectReason.BUSY and self._began_as is not None:
+                    await asyncio.sleep(BUSY_PAUSE_S)
+                elif rejected.reason is not RejectReason.DRAINING:
+                    raise error_of_rejection(call, rejected) from None
+
+    async def _read(
+        self, call: InferenceCall, order: Submit, stream: ReplicaStream, sink: "OutputSink", fingerprint: bytes
+    ) -> None:
+        """Reads a stream to the end of all choices, and begins heirs where it wants them."""
         while True:
             try:
-                self.stream = stream = await submit(call, order)
                 async for step in stream:
-                    sink.push(step)
+                    sink.push(self._without_known(step) if self._known else step)
                     if not stream.ready:
                         await sink.flush()
                     if not self.unfinished:
                         break
+                stream.cancel()  # its heir
                 return
-            except ReplicaAsleep:
-                continue
-            except ReplicaLost:
-                call.context.crash_breaker.record_crash(fingerprint)
-                if self.completion_tokens:
-                    raise errors.replica_lost() from None
-                self.computed, self.cached_tokens = False, 0  # nothing of it reached the client, or is charged
-                if tries == TRIES_MAX:
-                    raise errors.replica_lost() from None
-            except ReplicaRejected as rejected:
-                if tries == TRIES_MAX or rejected.reason is not RejectReason.DRAINING:
-                    if rejected.reason is RejectReason.GRAMMAR:
-                        raise grammar_error(self.prompt, self.grammar, rejected.message) from None
-                    raise error_of_rejection(call, rejected) from None
-            tries += 1
+            except SuccessorWanted as wanted:
+                if wanted.lost is not None:
+                    await call.note_loss(wanted.lost.crashed, fingerprint)
+                stream.prepare(await submit_beside(call, self._left_of(order, None), stream))
+
+    def _take_heir(self) -> ReplicaStream | None:
+        """The heir of the last stream, if it has one, without the choices that ended meanwhile."""
+        self._known = {}
+        heir = None if self.stream is None else self.stream.take_heir()
+        if heir is not None:
+            for index in heir.choices:
+                if self.choices[index].finish is not None:
+                    heir.stop(index)
+                elif known := self.choices[index].tokens[heir.given.get(index, 0) :]:
+                    self._known[index] = known
+        return heir
+
+    def _without_known(self, step: OutputDelta) -> OutputDelta:
+        """The step without tokens that came before from the stream whose heir gives them again. Raises ReplicaLeaving
+        where they differ, as rounding may have it: another replica goes on with those that the client has."""
+        known = self._known.pop(step.index_in_n, None)
+        if known is None:
+            return step
+        count = min(len(known), len(step.tokens))
+        ends_early = step.finish is not None and count < len(known)
+        if ends_early or known[:count].tolist() != step.tokens[:count]:
+            self.cancel()
+            raise ReplicaLeaving
+        if count < len(known):
+            self._known[step.index_in_n] = known[count:]
+        return msgspec.structs.replace(step, started=None, tokens=step.tokens[count:], logprobs=step.logprobs[count:])
+
+    def _left_of(self, order: Submit, moved: ReplicaMoved | None) -> Submit:
+        """The order without the choices that have ended, behind the tokens that came, and with the keys of KV that
+        moved."""
+        if self._began_as is None:
+            return order
+        choices = [(index, choice) for index, choice in enumerate(self.choices) if choice.finish is None]
+        keys = {} if moved is None else moved.keys
+        given = [GivenTokens(index, pack_token_ids(choice.tokens), keys.get(index, b"")) for index, choice in choices]
+        return msgspec.structs.replace(order, n=len(given), given=given)
+
+    def _forget_unseen(self) -> None:
+        """Charges nothing for a replica of which no token came."""
+        if self._began_as is None:
+            self.computed, self.running.cached_tokens = False, 0
 
     def receive(
         self, choice: CompletionBuilder, step: OutputDelta, clock: Callable[[], float]
@@ -122,13 +207,15 @@ class TextGeneration(Work):
             return [], []
         if step.started is not None:
             self.computed = True
-            if step.index_in_n == 0:
-                self.cached_tokens = step.started.cached_tokens
+            if step.index_in_n == 0 and self.stream is not None and not self.stream.resumed:
+                self.running.cached_tokens = step.started.cached_tokens
         if step.tokens:
             self.computed = True
-            self.completion_tokens += len(step.tokens)
+            self.running.completion_tokens += len(step.tokens)
             if self.first_token_at is None:
                 self.first_token_at = clock()
+                if self.stream is not None:
+                    self._began_as, self._replica_first_s = self.stream.model, self.stream.first_token_s
         if finish is not None and finish.reason is FinishReason.GRAMMAR:
             raise grammar_error(self.prompt, self.grammar, finish.message)
         parts = choice.push(step)
@@ -146,7 +233,7 @@ class TextGeneration(Work):
         """What the answer says that the call cost."""
         return msgspec.structs.replace(
             call.usage(),
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=self.running.prompt_tokens,
             cut=any(choice.finish == "quota" for choice in self.choices),
             thought_tokens=sum(choice.thought_tokens for choice in self.choices),
         )
@@ -154,16 +241,21 @@ class TextGeneration(Work):
     def spent(self, began: float) -> CallUsage:
         first = self.first_token_at
         return CallUsage(
-            prompt_tokens=self.prompt_tokens if self.computed else 0,
-            cached_tokens=self.cached_tokens,
-            completion_tokens=self.completion_tokens,
+            prompt_tokens=self.running.prompt_tokens if self.computed else 0,
+            cached_tokens=self.running.cached_tokens,
+            completion_tokens=self.running.completion_tokens,
             first_token_ms=None if first is None else (first - began) * 1000,
         )
 
     def gateway_s(self, began: float) -> float | None:
-        if self.first_token_at is None or self.stream is None or self.stream.first_token_s is None:
+        if self.first_token_at is None or self._replica_first_s is None:
             return None
-        return max(0.0, self.first_token_at - began - self.stream.first_token_s)
+        return max(0.0, self.first_token_at - began - self._replica_first_s)
+
+    @property
+    def queue_ms(self) -> float:
+        started = None if self.stream is None else self.stream.started
+        return 0.0 if started is None else started.waited_ms
 
     def cancel(self) -> None:
         if self.stream is not None:
@@ -213,7 +305,7 @@ class EventStreamSink:
         parts, scored = work.receive(choice, step, self._clock)
         if not self._begun:
             self._begun = True
-            self._events.append(reply.begin(work.prompt_tokens, work.cached_tokens))
+            self._events.append(reply.begin(work.running))
         if parts or scored:
             self._events.append(choice.render(reply, index, parts, scored))
         if choice.finish is not None and step is choice.last:

@@ -5,9 +5,10 @@ It knows no replica and no limits of accounts.
 
 from typing import Any, Final
 
-from engine.protocol.types import Grammar, ScopeKind
+from engine.protocol.types import Grammar, GrammarKind, ScopeKind
 from gateway import errors
 from gateway.catalogue.catalogue import Model
+from gateway.images.vision import Vision
 from gateway.inference.cache_scope import scope_of
 from gateway.inference.completion import reasoning_enabled
 from gateway.inference.context import InferenceContext
@@ -45,7 +46,7 @@ def _known_encodings(call: InferenceCall, prompt: Prompt) -> ScopedEncodings | N
     if call.zero_retention or scope.kind is ScopeKind.REQUEST:
         encodings.reach_epoch(account.id, account.epoch)
         return None
-    return encodings.of_scope(account.id, scope.id, scope.epoch, cache_retention_s(account.settings))
+    return encodings.of_scope(account.id, scope.id, account.epoch, cache_retention_s(account.settings))
 
 
 def _encode(model: Model, prompt: Prompt, known: ScopedEncodings | None, *, spread: bool = False) -> list[int]:
@@ -58,7 +59,12 @@ def _encode(model: Model, prompt: Prompt, known: ScopedEncodings | None, *, spre
         if prompt.messages is not None:
             if prompt.tools and not text.supports_tools:
                 raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
-            return text.encode_chat(prompt.messages, prompt.tools, options=options, spread=spread, known=known)
+            vision = _vision_for(model, prompt)
+            images = None if vision is None else (vision.marker, vision.expansion)
+            ids = text.encode_chat(
+                prompt.messages, prompt.tools, options=options, spread=spread, known=known, images=images
+            )
+            return ids if vision is None else _with_image_tokens(ids, vision, prompt)
         assert prompt.text is not None
         if prompt.raw or not text.has_chat_template:
             return text.encode_prompt(prompt.text)
@@ -66,6 +72,22 @@ def _encode(model: Model, prompt: Prompt, known: ScopedEncodings | None, *, spre
     except TokenizationError as error:
         field = prompt.field_name("prompt" if prompt.messages is None else "messages")
         raise errors.bad_input(str(error), field) from None
+
+
+def _vision_for(model: Model, prompt: Prompt) -> Vision | None:
+    """How the model takes the prompt's images, where it has any. Raises ApiError where the model takes none."""
+    if prompt.images and model.vision is None:
+        field = prompt.images[0].field
+        raise errors.bad_input(f"'{field}': {model.name} takes no images; send text, or ask a model that sees", field)
+    return model.vision if prompt.images else None
+
+
+def _with_image_tokens(ids: list[int], vision: Vision, prompt: Prompt) -> list[int]:
+    """The ids with each image's token as often as the image has tokens. The template may write it, no text can."""
+    if ids.count(vision.token) != len(prompt.images):
+        field = prompt.images[0].field
+        raise errors.bad_input(f"'{field}': the model's chat template has no place for an image there", field)
+    return [id for each in ids for id in ([each] * vision.tokens if each == vision.token else (each,))]
 
 
 def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
@@ -97,6 +119,10 @@ def check_prompt_fits(context: InferenceContext, model: Model, prompt: Prompt, p
     over = [id for id in prompt.sampling.logit_bias if id >= vocabulary]
     if over:
         raise errors.bad_input(f"'logit_bias': {over[0]} is no token id; the vocabulary has {vocabulary}", "logit_bias")
+    asked = prompt.max_tokens or model.settings.default_tokens
+    if prompt.sampling.min_tokens > asked:
+        limit = prompt.field_name("max_tokens")
+        raise errors.bad_input(f"'min_tokens' is more than '{limit}', which is {asked}; raise that", "min_tokens")
     return context_tokens - prompt_tokens
 
 
@@ -110,6 +136,14 @@ def opens_in_reasoning(model: Model, prompt: Prompt, ids: list[int]) -> bool:
 def grammar_with_reasoning(model: Model, prompt: Prompt, opened: bool) -> Grammar | None:
     """What the answer is held to; a thought before it is free. Raises ApiError."""
     grammar = answer_grammar(prompt, model.tool_format, model.name)
+    for field in ("min_tokens", "ignore_eos"):
+        if grammar is not None and getattr(prompt.sampling, field):
+            says = "does not go with an answer that is held to a form, or must call a tool: these say when it ends"
+            raise errors.bad_input(f"'{field}' {says}; leave it out", field)
+    format = model.tool_format
+    if grammar is not None and format is not None and format.hold is not None and not (prompt.raw or prompt.ids):
+        calls = bool(prompt.tools) and grammar.kind is GrammarKind.LARK
+        return format.hold(grammar, model.tokenizer.added_tokens, calls)
     if grammar is None or not reasoning_enabled(model, prompt):
         return grammar
     return grammar_after_reasoning(grammar, model.tokenizer.added_tokens, opened)

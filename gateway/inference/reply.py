@@ -11,6 +11,23 @@ import msgspec
 from gateway.errors import ApiError
 
 
+@dataclass(slots=True)
+class RunningUsage:
+    """What a request has used so far: the only part of an answer that changes while it is written."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0  # of all its choices
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
 class Usage(msgspec.Struct, frozen=True):
     """What a request cost. `cached_tokens` of the prompt were read from the caller's own cache, `thought_tokens` of the
     completion are thoughts. `left` has the neurons that limits have left, by the limit's name; `cut` tells whether such
@@ -25,13 +42,8 @@ class Usage(msgspec.Struct, frozen=True):
     thought_tokens: int = 0
 
     def fields(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "neurons": self.neurons,
-        }
+        spent = RunningUsage(self.prompt_tokens, self.cached_tokens, self.completion_tokens)
+        return {**spent.fields(), "neurons": self.neurons}
 
     def last_fields(self) -> dict[str, Any]:
         """The fields for the last event of a stream, whose headers could only tell what was left at its beginning."""
@@ -83,8 +95,8 @@ class Reply(Protocol):
     """Renders one request's answer. Stream methods return whole SSE events, several at a time, or b"" for what the
     dialect does not show."""
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> bytes:
-        """The first events of a stream, once its model has begun with the prompt."""
+    def begin(self, running: RunningUsage) -> bytes:
+        """The first events of a stream, once its model has begun with the prompt. `running` goes on counting."""
         ...
 
     def text(self, choice: int, text: str, logprobs: list[ScoredToken]) -> bytes: ...

@@ -65,9 +65,9 @@ def one(context: ListingContext, models: Sequence[Model], exchange: Exchange) ->
     """`/v1/models/{model}`. Raises ApiError."""
     decode_query(exchange.query, NoQuery)
     name = exchange.path_params["model"]
-    model = next((model for model in models if name in (model.name, *model.settings.aliases)), None)
+    model = context.find(models, name)
     if model is None:
-        raise errors.no_model_of_name(name)
+        raise errors.no_model_of_name(name, context.did_you_mean(models, name))
     return msgspec.json.encode(_card(name, model))
 
 

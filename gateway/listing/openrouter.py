@@ -58,13 +58,14 @@ def listed(context: ListingContext, models: Sequence[Model]) -> bytes:
 
 def _offer(context: ListingContext, model: Model) -> Offer:
     writes, tokens = model.embedding_spec is None, context.fleet.context_tokens(model.name, model.context_tokens)
+    sees = context.fleet.takes_images(model.name, model.vision is not None)
     return Offer(
         id=model.name,
         hugging_face_id=model.name.removeprefix("@hf/") if model.name.startswith("@hf/") else "",
         name=model.name.rpartition("/")[2],
         description=model.settings.description,
         created=int(model.created_at),
-        input_modalities=["text"],
+        input_modalities=["text", "image"] if sees else ["text"],
         output_modalities=[_OUTPUTS[model.task]],
         quantization=_QUANTIZATIONS.get(model.spec.dtype, "unknown"),
         context_length=tokens,

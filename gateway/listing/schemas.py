@@ -76,9 +76,9 @@ class SchemaQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def one(context: ListingContext, models: Sequence[Model], exchange: Exchange) -> bytes:
     """`/ai/models/schema`. Raises ApiError."""
     name = decode_query(exchange.query, SchemaQuery).model
-    model = next((model for model in models if name in (model.name, *model.settings.aliases)), None)
+    model = context.find(models, name)
     if model is None:
-        raise errors.no_such_model(name)
+        raise errors.no_such_model(name, context.did_you_mean(models, name))
     return msgspec.json.encode(Schemas(Pair(input_schema(model.run_family), output_schema(model.run_family))))
 
 

@@ -175,6 +175,7 @@ def _properties(context: ListingContext, model: Model) -> dict[str, str | list[P
         "price": _prices(model),
         "function_calling": "true" if model.function_calling else "",
         "reasoning": "true" if model.has_reasoning else "",
+        "vision": "true" if context.fleet.takes_images(model.name, model.vision is not None) else "",
         "async_queue": "true",
         "beta": "true" if model.settings.beta else "",
         "planned_deprecation_date": "" if model.ends_on is None else model.ends_on.isoformat(),

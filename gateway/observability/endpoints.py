@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway import errors
+from engine.protocol.frames import PROTOCOL_VERSION
+from gateway import __version__, errors
 from gateway.authentication import Authenticator
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.errors import ApiError
@@ -20,6 +21,12 @@ from tenants.store.protocol import Store, StoreUnavailable
 async def healthz(exchange: Exchange) -> None:
     """Answers that the process lives; nothing else is looked at."""
     await exchange.answer(200, b'{"alive":true}', [JSON_CONTENT])
+
+
+async def version(exchange: Exchange) -> None:
+    """Answers what runs here. `protocol` is that of gateways, machines and replicas: they talk where it is the same."""
+    body = {"name": "hearth", "version": __version__, "protocol": PROTOCOL_VERSION}
+    await exchange.answer(200, msgspec.json.encode(body), [JSON_CONTENT])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +60,19 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """The metrics' text: all of it for the operator's token, else what everybody may read, for networks that may."""
+    """The metrics' text: all of it for a token that may read it, else what everybody may, for networks that may."""
 
     metrics: Metrics
     authenticator: Authenticator
     clients: ClientAddressPolicy
 
     async def serve(self, exchange: Exchange) -> None:
-        """A token that is not the operator's, or that cannot be checked while the store is away, counts as none: an
+        """A token without such a permission, or that cannot be checked while the store is away, counts as none: an
         outage is when the operator needs the metrics most."""
         text, readable = self.metrics.public_text, self.clients.shows_metrics(exchange.client)
         if b"authorization" in exchange.headers:
             with contextlib.suppress(ApiError):
-                await self.authenticator.verify(exchange, None, (Permission.OPERATOR,))
+                await self.authenticator.verify(exchange, None, (Permission.OPERATOR, Permission.METRICS_READ))
                 text, readable = self.metrics.operator_text, True
         if not readable:
             raise errors.no_route(exchange.path)

@@ -1,9 +1,9 @@
 """Counters and histograms of one gateway, as Prometheus text, in two parts. The public part has catalogue names and the
 gateway's own words as labels, and nothing of any tenant: no ids, no text, no queue depths of replicas. The operator's
-part names accounts by their ids and says how full replicas are.
+part names accounts by their ids, with a series of their names, and says how full replicas are.
 """
 
-import contextlib
+import time
 from collections import Counter as Count
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,8 +22,9 @@ from gateway.cluster.replica_counters import EVICTION_CAUSES, QUEUE_REJECTIONS, 
 from gateway.config import SettingsError
 from gateway.http import tls
 from gateway.observability.account_usage import AccountUsage
+from gateway.observability.alerts import AlertWatch
 from gateway.observability.store_health import StoreHealth
-from tenants.limits import outbox
+from gateway.observability.store_state import StoreState, store_state
 from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
 from tenants.limits.reservation import CallUsage
@@ -38,17 +39,22 @@ _MOVES: Final = ("wake", "sleep", "start", "end", "grow", "shrink")
 _TOTAL_S: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 
+ServedNames = Callable[[], Sequence[str]]  # of the models that are served now
+
+
 class Metrics:
     """Two registries, a public one and the operator's. `finished` costs a few microseconds a request; nothing is
-    counted per token. The first `accounts` accounts have series of their own, the others are summed.
+    counted per token. The first `accounts` accounts have series of their own, the others are summed. Alerts are
+    evaluated over both registries, and call this gateway `instance`.
 
     Counters of replicas' caches are the same at every gateway: take them from one gateway, do not add them up.
     """
 
-    def __init__(self, accounts: int) -> None:
+    def __init__(self, accounts: int, instance: str = "", clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
         self.operator_registry = CollectorRegistry()
         self.account_usage = AccountUsage(accounts)
+        self.alerts = AlertWatch(self.collect, instance, clock)
         ProcessCollector(registry=self.operator_registry)
         counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
         self._requests = counter("hearth_requests", "Inference requests by how they ended", ["model", "outcome"])
@@ -68,7 +74,7 @@ class Metrics:
 
     def watch(
         self,
-        models: Sequence[str],
+        models: ServedNames,
         fleet: ReplicaFleet,
         health: StoreHealth,
         quota: Quota,
@@ -78,9 +84,11 @@ class Metrics:
         """Reads the state of these parts whenever the text is asked for."""
         self.registry.register(_Source(partial(_caches, fleet.counters)))
         self.registry.register(_Source(partial(_replicas, models, fleet)))
-        self.registry.register(_Source(partial(_store, health, quota, reconciler, outbox_folder)))
+        self.store_state = partial(store_state, health, quota, reconciler, outbox_folder)
+        self.registry.register(_Source(partial(_store, self.store_state)))
         self.operator_registry.register(_Source(partial(_queues, models, fleet)))
         self.operator_registry.register(_Source(partial(_machines, models, fleet)))
+        self.operator_registry.register(_Source(partial(_ranks, fleet)))
 
     def watch_batches(self, queue: "BatchQueueGauges", now: Callable[[], float]) -> None:
         self.operator_registry.register(_Source(partial(_batches, queue, now)))
@@ -105,6 +113,14 @@ class Metrics:
         self._tokens.labels(model, "cached").inc(spent.cached_tokens)
         self._tokens.labels(model, "completion").inc(spent.completion_tokens)
 
+    def count_job_failures(self, jobs: Iterable[str]) -> Callable[[str], None]:
+        """A function that counts a failure of one of these background jobs."""
+        title = "Background jobs of the gateway that failed"
+        failures = Counter("hearth_job_failures", title, ["background_job"], registry=self.registry)
+        for job in jobs:
+            failures.labels(job)
+        return lambda job: failures.labels(job).inc()
+
     def observe_wake_wait(self, model: str, seconds: float) -> None:
         """Observes how long a request waited for a sleeping model, until a replica began with it or it was refused."""
         self._wake.labels(model).observe(seconds)
@@ -112,6 +128,18 @@ class Metrics:
     def count_answer(self, route: str, status: int | None) -> None:
         """Counts an HTTP exchange that ended; None where the client left before anything was sent."""
         self._answers.labels(route, str(status or "none")).inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, and refusals by account, for the gateway's own alerts."""
+        yield from self.registry.collect()
+        yield from self.operator_registry.collect()
+        refused = (
+            ([account, plan, limit], count)
+            for (account, plan), row in self.account_usage.rows.items()
+            for limit, count in row.refused.items()
+        )
+        labels = ["account", "plan", "limit"]
+        yield _family(Counters, "hearth_account_refusals", "Requests over a limit", labels, refused)
 
     def public_text(self) -> bytes:
         """The public part."""
@@ -153,6 +181,38 @@ def _by_model(kind: _Kind, name: str, title: str, numbers: Mapping[str, float]) 
     return _family(kind, name, title, ["model"], (([model], number) for model, number in numbers.items()))
 
 
+_TIER_COUNTERS: Final = {
+    "host": (
+        ("hit_tokens", "Tokens of prompts whose KV came back from host memory"),
+        ("stored_bytes", "Bytes of KV copied to host memory"),
+        ("loaded_bytes", "Bytes of KV copied back from host memory"),
+        ("evicted_blocks", "KV blocks in host memory that gave way to others"),
+        ("refused_blocks", "KV blocks that found no place in host memory"),
+        ("swept_blocks", "KV blocks erased in host memory, past their time or epoch"),
+    ),
+    "disk": (
+        ("hit_tokens", "Those of these tokens whose KV came into host memory from disk"),
+        ("stored_bytes", "Bytes of KV written to disk"),
+        ("loaded_bytes", "Bytes of KV read back from disk"),
+        ("evicted_blocks", "KV blocks on disk that gave way to others"),
+        ("refused_blocks", "KV blocks that found no place on disk"),
+        ("swept_blocks", "KV blocks erased on disk, past their time or epoch"),
+        ("corrupt_blocks", "KV blocks on disk that were not what was written, and were computed again"),
+        ("late_fetches", "Prompts that waited for the disk for as long as they may, and went on without it"),
+        ("slower_blocks", "KV blocks on disk that were computed again, which took less time"),
+        ("ended", "Replicas whose disk was full or failed: they go on without it"),
+    ),
+    "handover": (
+        ("moved", "Sequences that went on at another replica with their KV"),
+        ("failed", "Sequences that were to, and stayed"),
+        ("sent_blocks", "KV blocks sent to other replicas"),
+        ("claimed_blocks", "KV blocks of other replicas that sequences went on with"),
+        ("corrupt_blocks", "KV blocks that came otherwise than they were sent, and were computed again"),
+        ("lapsed", "Sequences whose KV came, and which did not in time"),
+    ),
+}
+
+
 def _caches(counters: ReplicaCounters) -> Iterator[Metric]:
     """The prefix caches of all replicas, summed by model."""
     sums = counters.sums()
@@ -173,18 +233,33 @@ def _caches(counters: ReplicaCounters) -> Iterator[Metric]:
     )
     labels = ["model", "cause"]
     yield _family(Counters, "hearth_prefix_evicted_blocks", "KV blocks evicted", labels, evicted)
+    for tier, counted_names in _TIER_COUNTERS.items():
+        for name, title in counted_names:
+            counts = {model: counted[f"{tier}_{name}"] for model, counted in sums.items()}
+            yield _by_model(Counters, f"hearth_{tier}_kv_{name}", title, counts)
+    places = (([model, why], count) for model, counts in counters.prefills.items() for why, count in counts.items())
+    title = "Calls whose prompt another replica could compute, by why it did, or did not"
+    yield _family(Counters, "hearth_prefills", title, ["model", "why"], places)
+    for tier, title in (
+        ("host", "Steps' time that KV from host memory spared"),
+        ("disk", "The part of it that KV from disk spared"),
+    ):
+        saved = {model: counted[f"{tier}_saved_ms"] / 1e3 for model, counted in sums.items()}
+        yield _by_model(Counters, f"hearth_{tier}_kv_saved_seconds", title, saved)
     title = "KV blocks two sequences read now"
     yield _by_model(Gauges, "hearth_prefix_shared_blocks", title, counters.shared_blocks())
 
 
-def _replicas(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
+def _replicas(served: ServedNames, fleet: ReplicaFleet) -> Iterator[Metric]:
     """How many replicas there are of each model, where, and how many can serve, as this gateway sees them."""
-    replicas, restarts = fleet.replicas(), Count(fleet.counters.restarts())
+    models, replicas, restarts = served(), fleet.replicas(), Count(fleet.counters.restarts())
     reported = Count(replica.model for replica in replicas)
     ready = Count(replica.model for replica in replicas if replica.expected_s is not None)
+    unlike = Count(replica.model for replica in replicas if replica.differs)
     for kind, name, title, counts in (
         (Gauges, "hearth_replicas", "Replicas that machines tell of", reported),
         (Gauges, "hearth_replicas_ready", "Replicas that serve, or do once they are asked for", ready),
+        (Gauges, "hearth_replicas_unlike", "Replicas that get no calls: most of their name compute otherwise", unlike),
         (Counters, "hearth_replica_restarts", "Replicas' processes that ended and began anew", restarts),
     ):
         yield _by_model(kind, name, title, {model: counts[model] for model in models})
@@ -196,27 +271,24 @@ def _replicas(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
     yield Gauges("hearth_machines_unreachable", title, len(fleet.problems()))
 
 
-def _store(health: StoreHealth, quota: Quota, reconciler: Reconciler, outbox_folder: Path) -> Iterator[Metric]:
+def _store(read: Callable[[], StoreState]) -> Iterator[Metric]:
     """Whether the store answers, and what waits to be written to it."""
-    waiting_bytes = 0
-    for path in outbox_folder.glob(f"*{outbox.SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError):  # another gateway may remove one at any moment
-            waiting_bytes += path.stat().st_size
-    damaged = len(list(outbox_folder.glob(f"*{outbox.DAMAGED}")))
+    state = read()
     for kind, name, title, number in (
-        (Counters, "store_outages", "Times that the store stopped to answer", health.outages),
-        (Counters, "days_different", "Accounts' days whose counters differ from records", reconciler.different),
-        (Gauges, "store_available", "1, or 0 from a failed decision to the next one written", not health.down),
-        (Gauges, "reservations_open", "Reservations that are not settled", quota.open),
-        (Gauges, "settlements_waiting", "Settlements neither in store nor outbox", quota.unwritten),
-        (Gauges, "outbox_bytes", "Settlements on this disk that wait for the store", waiting_bytes),
-        (Gauges, "outbox_damaged_files", "Outbox files with lines that nobody can read", damaged),
+        (Counters, "store_outages", "Times that the store stopped to answer", state.outages),
+        (Counters, "days_different", "Accounts' days whose counters differ from records", state.different_days),
+        (Gauges, "store_available", "1, or 0 from a failed decision to the next one written", state.available),
+        (Gauges, "reservations_open", "Reservations that are not settled", state.open_reservations),
+        (Gauges, "settlements_waiting", "Settlements neither in store nor outbox", state.unsettled),
+        (Gauges, "outbox_bytes", "Settlements on this disk that wait for the store", state.outbox_bytes),
+        (Gauges, "outbox_damaged_files", "Outbox files with lines that nobody can read", state.outbox_damaged_files),
     ):
         yield kind(f"hearth_{name}", title, number)
 
 
-def _queues(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
+def _queues(served: ServedNames, fleet: ReplicaFleet) -> Iterator[Metric]:
     """Sequences at replicas, by model, of all gateways together, as last reported."""
+    models = served()
     loads = [(replica.model, replica.load) for replica in fleet.replicas() if replica.load is not None]
     for name, field, title in (
         ("running", "running", "Sequences that run"),
@@ -235,14 +307,18 @@ def _queues(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
     )
     title = "Requests that found no place in the queue"
     yield _family(Counters, "hearth_replica_turned_away", title, ["model", "why"], rejected)
-    for name, title in (("preemptions", "Sequences that gave way"), ("stale_pages", "KV pages found changed, unread")):
+    for name, title in (
+        *(("preemptions", "Sequences that gave way"), ("stale_pages", "KV pages found changed, unread")),
+        ("traded_extents", "KV extents that one group of layers got of another"),
+    ):
         counts = {model: counted[name] for model, counted in sums.items()}
         yield _by_model(Counters, f"hearth_replica_{name}", title, counts)
 
 
-def _machines(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
+def _machines(served: ServedNames, fleet: ReplicaFleet) -> Iterator[Metric]:
     """Memory and moves of machines, by their addresses, and requests that wait for models. Memory is that of replicas,
     and its budget: of each device, by its index, and of the host. A machine that starts again counts from zero."""
+    models = served()
     waiting = {model: fleet.waiting(model) for model in models}
     yield _by_model(Gauges, "hearth_model_waiting", "Requests that wait here for a model", waiting)
     dead = Count(replica.model for replica in fleet.replicas() if replica.state.quarantined)
@@ -266,6 +342,26 @@ def _machines(models: Sequence[str], fleet: ReplicaFleet) -> Iterator[Metric]:
         ("host_budget", "Of it, for models that sleep", ["machine"], hosts, "memory_budget_bytes"),
     ):
         yield _family(Gauges, f"hearth_{name}_bytes", title, labels, ((row, getattr(of, field)) for row, of in rows))
+
+
+def _ranks(fleet: ReplicaFleet) -> Iterator[Metric]:
+    """The ranks of replicas that have several, by model and machine."""
+    loads = [
+        ((replica.model, replica.machine, str(rank)), load)
+        for replica in fleet.replicas()
+        if replica.load is not None
+        for rank, load in enumerate(replica.load.ranks)
+    ]
+    for kind, name, title, numbers in (
+        (Counters, "steps", "Steps of a rank", [(key, load.steps) for key, load in loads]),
+        (Counters, "waited_seconds", "Waits for other ranks", [(key, load.waited_ms / 1e3) for key, load in loads]),
+        (Gauges, "device_bytes", "Held by a rank of its device", [(key, load.device_bytes) for key, load in loads]),
+    ):
+        sums: dict[tuple[str, str, str], float] = {}  # of all replicas of a model on a machine
+        for key, number in numbers:
+            sums[key] = sums.get(key, 0) + number
+        labels = ["model", "machine", "rank"]
+        yield _family(kind, f"hearth_rank_{name}", title, labels, ((list(key), total) for key, total in sums.items()))
 
 
 class BatchQueueGauges(Protocol):
@@ -299,7 +395,7 @@ def _certificate(path: str) -> Iterator[Metric]:
 
 def _accounts_text(shares: AccountUsage) -> bytes:
     """The series of accounts and plans, written by hand in a quarter of the library's time: a scrape of hundreds
-    of accounts must not hold up streams. Ids, plans and limits have no character that needs an escape.
+    of accounts must not hold up streams. Ids, plans and limits have no character that needs an escape; names may have.
     """
     requests, tokens, neurons, refusals = [], [], [], []
     for (account, plan), row in shares.rows.items():
@@ -308,7 +404,9 @@ def _accounts_text(shares: AccountUsage) -> bytes:
         tokens += [f'{{{labels},kind="{kind}"}} {count}' for kind, count in row.tokens.items()]
         neurons.append(f"{{{labels}}} {row.neurons}")
         refusals += [f'{{{labels},limit="{limit}"}} {count}' for limit, count in row.refused.items()]
+    names = [f'{{account="{account}",name="{_escaped(name)}"}} 1' for account, name in shares.names.items()]
     lines = (
+        *_series_lines("gauge", "hearth_account_info", "Names of the accounts that have series here", names),
         *_counter_lines("hearth_account_requests_total", "Inference requests by whose doing their end was", requests),
         *_counter_lines("hearth_account_tokens_total", "Model tokens of settled requests", tokens),
         *_counter_lines("hearth_account_neurons_total", "Neurons of settled requests", neurons),
@@ -317,6 +415,15 @@ def _accounts_text(shares: AccountUsage) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
+def _escaped(name: str) -> str:
+    """A printable text as the value of a label."""
+    return name.replace("\\", "\\\\").replace('"', '\\"')
+
+
 def _counter_lines(name: str, title: str, series: list[str]) -> Iterator[str]:
-    yield from (f"# HELP {name} {title}", f"# TYPE {name} counter")
+    yield from _series_lines("counter", name, title, series)
+
+
+def _series_lines(kind: str, name: str, title: str, series: list[str]) -> Iterator[str]:
+    yield from (f"# HELP {name} {title}", f"# TYPE {name} {kind}")
     yield from (name + sample for sample in series)

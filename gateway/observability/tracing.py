@@ -5,7 +5,7 @@ No prompt, completion or account is ever in a span. Where no exporter is given n
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.config import TelemetryConfig
+from gateway.telemetry_settings import TelemetryConfig
 from tenants.limits.reservation import CallUsage
 
 EXPORT_S: Final = 2.0  # for one batch, its retry included
@@ -50,9 +50,12 @@ class RequestSpan:
 
 
 class RequestTracer:
-    """Spans of one gateway. `exporter` None switches them off."""
+    """Spans of one gateway. `exporter` None switches them off; `region` is of the collector."""
 
-    def __init__(self, exporter: SpanExporter | None, service: str = "hearth", sample: float = 1.0) -> None:
+    def __init__(
+        self, exporter: SpanExporter | None, service: str = "hearth", sample: float = 1.0, region: str = ""
+    ) -> None:
+        self._region = region
         self._provider: TracerProvider | None = None
         if exporter is not None:
             resource = Resource.create({"service.name": service})
@@ -61,8 +64,14 @@ class RequestTracer:
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer("hearth.gateway")
 
-    def start_span(self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat") -> RequestSpan:
-        """Starts a request's span, below the caller's where its headers name one. `operation` is GenAI's name."""
+    def start_span(
+        self, model: str, headers: Mapping[bytes, bytes], operation: str = "chat", regions: Collection[str] = ()
+    ) -> RequestSpan:
+        """Starts a request's span, below the caller's where its headers name one. `operation` is GenAI's name. A
+        request that may be served in some regions leaves no span where the collector is in none of them, here and at
+        the replica."""
+        if regions and self._provider is not None and self._region not in regions:
+            return RequestSpan(None, "")
         header = headers.get(b"traceparent", b"").decode("latin-1")
         parent = header if _TRACEPARENT.fullmatch(header) else ""
         if self._provider is None:
@@ -90,9 +99,9 @@ class RequestTracer:
             closing.join(FLUSH_S)
 
 
-def open_tracer(config: TelemetryConfig) -> RequestTracer:
-    """A tracer to the configured OTLP endpoint, or one that does nothing."""
+def open_tracer(config: TelemetryConfig, region: str) -> RequestTracer:
+    """A tracer to the configured OTLP endpoint, or one that does nothing; this gateway is in `region`."""
     if config.otlp_url is None:
         return RequestTracer(None)
     exporter = OTLPSpanExporter(endpoint=config.otlp_url, timeout=EXPORT_S)
-    return RequestTracer(exporter, config.service, config.sample)
+    return RequestTracer(exporter, config.service, config.sample, config.otlp_region or region)

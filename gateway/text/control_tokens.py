@@ -8,7 +8,6 @@ text was written by the template alone.
 """
 
 import copy
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -88,8 +87,13 @@ class ControlTokenEscaper:
         self._split = split
 
     def message(self, message: Mapping[str, JSON]) -> dict[str, JSON]:
-        """One message; a role that we know stays as it is, for templates write it between control characters."""
+        """One message; a role that we know stays as it is, for templates write it between control characters; so do
+        the types of its content's parts, which they compare with."""
         escaped: dict[str, JSON] = self.value(dict(message))
+        if isinstance(parts := message.get("content"), list):
+            escaped["content"] = [
+                {**own, "type": part["type"]} for own, part in zip(escaped["content"], parts, strict=True)
+            ]
         if message.get("role") in ROLES:
             escaped["role"] = message["role"]
         return escaped
@@ -144,12 +148,12 @@ class PlainTokenizer:
     """A copy of the tokenizer without its control tokens: no text becomes a control token."""
 
     def __init__(self, document: dict[str, Any], control: ControlTokens) -> None:
-        bare = copy.deepcopy(document)
-        bare["added_tokens"] = [entry for entry in bare["added_tokens"] if entry["content"] not in control.by_text]
-        bare["post_processor"] = bare["truncation"] = bare["padding"] = None
-        _forget(bare["model"], control)
-        self._first = Tokenizer.from_str(json.dumps(bare))
-        self._later = Tokenizer.from_str(json.dumps(bare)) if _never_prepend(bare) else self._first
+        kept = [entry for entry in document["added_tokens"] if entry["content"] not in control.by_text]
+        bare = {**document, "added_tokens": kept, "post_processor": None, "truncation": None, "padding": None}
+        bare["model"] = _without(document["model"], control)
+        bare["pre_tokenizer"] = copy.deepcopy(document.get("pre_tokenizer"))
+        self._first = Tokenizer.from_buffer(msgspec.json.encode(bare))
+        self._later = Tokenizer.from_buffer(msgspec.json.encode(bare)) if _never_prepend(bare) else self._first
 
     def encode(self, text: str, first: bool) -> list[int]:
         """`first`: the text stands at the very beginning, where some tokenizers put a space before it."""
@@ -185,13 +189,15 @@ def encode_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def _forget(model: dict[str, Any], control: ControlTokens) -> None:
-    vocabulary = model.get("vocab")
+def _without(model: dict[str, Any], control: ControlTokens) -> dict[str, Any]:
+    """A copy of the model whose vocabulary has no control tokens."""
+    vocabulary: Any = model.get("vocab")
     if isinstance(vocabulary, dict):
         unknown = model.get("unk_token")
-        model["vocab"] = {text: id for text, id in vocabulary.items() if text not in control.by_text or text == unknown}
+        vocabulary = {text: id for text, id in vocabulary.items() if text not in control.by_text or text == unknown}
     elif isinstance(vocabulary, list):
-        model["vocab"] = [[text, -1e6 if text in control.by_text else score] for text, score in vocabulary]
+        vocabulary = [[text, -1e6 if text in control.by_text else score] for text, score in vocabulary]
+    return {**model, "vocab": vocabulary}
 
 
 def _never_prepend(bare: dict[str, Any]) -> bool:

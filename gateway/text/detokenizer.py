@@ -156,25 +156,32 @@ class Detokenizer:
     """One completion's text, piece by piece. Whatever the cuts between pushes, the pieces join to the same text.
 
     A stop string ends the text before its first character; where several could, the one that is complete first does,
-    and of those the longest. Text that may be the beginning of a stop string is held back.
+    and of those the longest. Text that may be the beginning of a stop string is held back. None is looked for in the
+    text of the first `min_tokens`.
     """
 
-    __slots__ = ("_longest", "_pending_text", "_pieces", "_starts", "_stop", "stopped_by")
+    __slots__ = ("_longest", "_min_tokens", "_pending_text", "_pieces", "_starts", "_stop", "stopped_by")
 
-    def __init__(self, pieces: Utf8Detokenizer, stop: Sequence[str]) -> None:
+    def __init__(self, pieces: Utf8Detokenizer, stop: Sequence[str], min_tokens: int = 0) -> None:
         self._pieces = pieces
+        self._min_tokens = min_tokens  # of them that are still to come
         self._stop = [text for text in stop if text]
         self._starts = tuple({text[:end] for text in self._stop for end in range(1, len(text))})
         self._longest = max((len(text) for text in self._stop), default=0)
         self._pending_text = ""
         self.stopped_by: str | None = None
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """What may be emitted now that these ids followed; empty once a stop string ended it."""
         if self.stopped_by is not None:
             return ""
+        early = ""
+        if self._min_tokens:
+            first, ids = ids[: self._min_tokens], ids[self._min_tokens :]
+            self._min_tokens -= len(first)
+            early = self._pieces.push(first)
         text = self._pieces.push(ids)
-        return self._emit(text) if self._stop else text
+        return early + (self._emit(text) if self._stop else text)
 
     def finish(self) -> str:
         """The rest: held text, and a replacement character for a character that stayed incomplete."""

@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from gateway.text.chat_template import ChatTemplate, TemplateError
@@ -86,6 +87,11 @@ class ModelTokenizer:
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
 
     @property
+    def ids(self) -> frozenset[int]:
+        """All ids that it knows."""
+        return frozenset(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the folder has a chat template."""
         return bool(self._templates)
@@ -126,13 +132,15 @@ class ModelTokenizer:
         generate: bool = True,
         spread: bool = False,
         known: ScopedEncodings | None = None,
+        images: tuple[str, str] | None = None,
     ) -> list[int]:
         """Messages in the Hugging Face form (role, content, name, tool_calls, …) as the model's template lays them out.
 
         `options` are further template variables (enable_thinking, …). `generate` opens the assistant's turn.
         Tool arguments that are a JSON text are given to the template as the object. `spread` lets other threads take a
         part in it, in whose caches words of the text stay then. What `known` has is not encoded again, and the rest
-        stays there. Raises TokenizationError.
+        stays there. `images`: what the template writes for an image, and what the model reads in its place. Raises
+        TokenizationError.
         """
         if not self._templates:
             raise TokenizationError("this model has no chat template: send `prompt` instead of `messages`")
@@ -151,6 +159,8 @@ class ModelTokenizer:
         }
         try:
             rendered = template.render(variables)
+            if images is not None:
+                rendered = rendered.replace(*images)
             return self._encode_rendered(rendered, escape, spread, known)
         except TemplateError as error:
             raise TokenizationError(escape.restore(str(error))) from error
@@ -176,13 +186,15 @@ class ModelTokenizer:
             ids += run_ids
         return ids
 
-    def detokenizer(self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset()) -> Detokenizer:
+    def detokenizer(
+        self, stop: Sequence[str] = (), shown: frozenset[str] = frozenset(), min_tokens: int = 0
+    ) -> Detokenizer:
         """A detokenizer for one completion. Control tokens in `shown` show their spelling, the others nothing."""
         table = self._tables.get(shown)
         if table is None:
             spelled = {self.added_tokens[text]: text for text in shown & self.added_tokens.keys()}
             table = self._tables[shown] = self._table.with_visible(spelled)
-        return Detokenizer(Utf8Detokenizer(table), stop)
+        return Detokenizer(Utf8Detokenizer(table), stop, min_tokens)
 
     def token_bytes(self, id: int) -> bytes:
         """One token alone, as logprobs report it. Control tokens show their spelling; unknown ids are empty."""
@@ -221,7 +233,7 @@ def _json(path: Path) -> Any:
 def _tokenizer(folder: Path, document: Any) -> Tokenizer:
     try:
         document["added_tokens"]  # which the library does without, and we do not
-        return Tokenizer.from_str(json.dumps(document))
+        return Tokenizer.from_buffer(msgspec.json.encode(document))
     except Exception as error:  # the library raises nothing narrower
         raise ModelFolderError(f"{folder}/tokenizer.json is no tokenizer: {error!r}") from error
 

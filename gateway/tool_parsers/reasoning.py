@@ -119,12 +119,14 @@ def grammar_after_reasoning(grammar: Grammar, tokens: Mapping[str, int], opened:
     `tokens` are the added tokens of the model's tokenizer, their ids by their spellings.
     """
     begin, end = call_grammar.marker(BEGIN, tokens), call_grammar.marker(END, tokens)
-    lazy = "" if end.startswith("<[") else "[lazy]"
     thought = 'free_thought (/\\n{1,2}/ | "")'
-    lines = [
-        f"start: {thought} behind_thought" if opened else f"start: ({begin} {thought})? behind_thought",
-        f"free_thought{lazy}: /(.|\\n)*/ {end}",
-    ]
+    return grammar_behind(grammar, thought if opened else f"({begin} {thought})?", end)
+
+
+def grammar_behind(grammar: Grammar, start: str, end: str) -> Grammar:
+    """The grammar of an answer behind `start`: Lark expressions, in which `free_thought` is any text up to `end`."""
+    lazy = "" if end.startswith("<[") else "[lazy]"
+    lines = [f"start: {start} behind_thought", f"free_thought{lazy}: /(.|\\n)*/ {end}"]
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             lines.append(f"behind_thought: %json {grammar.source}")

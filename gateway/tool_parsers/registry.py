@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from gateway.tool_parsers.deepseek_kimi import DEEPSEEK, DEEPSEEK_FENCED, KIMI
+from gateway.tool_parsers.harmony import CHANNEL, HARMONY, MESSAGE
 from gateway.tool_parsers.hermes_llama import EMBER, HERMES, LLAMA_JSON
 from gateway.tool_parsers.mistral import MISTRAL_LIST, MISTRAL_NAMED
 from gateway.tool_parsers.pythonic import PYTHONIC
@@ -15,7 +16,7 @@ from gateway.tool_parsers.tool_format import ToolFormat
 TOOL_FORMATS: Final[Mapping[str, ToolFormat]] = {
     format.name: format
     for format in (
-        *(DEEPSEEK, DEEPSEEK_FENCED, EMBER, HERMES, KIMI),
+        *(DEEPSEEK, DEEPSEEK_FENCED, EMBER, HARMONY, HERMES, KIMI),
         *(LLAMA_JSON, MISTRAL_LIST, MISTRAL_NAMED, PYTHONIC, QWEN_CODER),
     )
 }
@@ -28,6 +29,8 @@ def tool_format_of(template: str, tokens: Mapping[str, int]) -> ToolFormat | Non
 
 
 def _format(template: str, tokens: Mapping[str, int]) -> ToolFormat | None:
+    if CHANNEL in template and MESSAGE in template:
+        return HARMONY
     # The first template of Kimi K2 had no place for calls, though the model writes them.
     if "<|tool_call_argument_begin|>" in template or "<|tool_call_argument_begin|>" in tokens:
         return KIMI

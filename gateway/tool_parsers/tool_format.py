@@ -33,6 +33,8 @@ class ToolFormat:
     `markers` are the spellings that `read` looks for: a decoder must show them even where they are control tokens.
     `read` takes the functions that may be called, by name. `write` gives the Lark rule of this name, and those that it
     needs, for calls of a function. `tokens` are the added tokens of a model's tokenizer, their ids by their spellings.
+    Where all chats are in the format, with tools or without, `hold` makes the grammar of a whole answer of that of its
+    calls, or else of its text.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ToolFormat:
     delimiters: Callable[[Mapping[str, int]], CallDelimiters]
     write: Callable[[str, FunctionSpec, Mapping[str, int]], list[str]]
     tokens: Mapping[str, int] = field(default_factory=dict)
+    hold: Callable[[Grammar, Mapping[str, int], bool], Grammar] | None = None
 
     def with_tokens(self, tokens: Mapping[str, int]) -> "ToolFormat":
         return replace(self, tokens=tokens)

@@ -3,35 +3,47 @@
 Only the HMAC of an ApiToken's text under the server's secret is kept.
 """
 
+import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from tenants.auth.api_token import ID_LENGTH, base62, parse_token, token_text
+from tenants.auth.api_token import ID_LENGTH, TOKEN_ID, base62, cell_code, parse_token, token_text
 from tenants.auth.caller import Caller
-from tenants.auth.errors import AccountSuspended, Conflict, NotFound, UnknownToken
+from tenants.auth.copies import AccountCopies, OtherCells
+from tenants.auth.epoch_watch import EpochWatch
+from tenants.auth.errors import AccountSuspended, AmbiguousName, Conflict, NameInUse, NotFound, UnknownToken
 from tenants.auth.issuers import JwtVerifier, is_jwt_id
 from tenants.auth.jwt import InvalidJwt, is_jwt
-from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan, name_key
 from tenants.records.grants import Grant
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.tokens import ApiToken, TokenDigest
-from tenants.store.protocol import Clock, Store, StoreUnavailable
+from tenants.store.protocol import Clock, NameTaken, Store, StoreUnavailable
 
 PEPPER: Final = 1  # the version of the pepper that seals new tokens
 TRUSTED_S: Final = 0.5  # how long a verified token is believed; revocation must be seen within 1 s
 VERIFIED_MAX: Final = 10_000  # verified tokens kept in memory
 NAME_MAX: Final = 100
+ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 AMENDS_MAX: Final = 10  # tries of one change beside concurrent ones
 PLANS_MAX: Final = 50
 SECRET_BYTES_MIN: Final = 32
+
+
+class KnownName(NamedTuple):
+    """What an account, or a token of an account, is called."""
+
+    name: str
+    account_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ class _Verified:
 
 class AccountService:
     """Accounts and ApiTokens in one store. `secret` is the server's, 32 bytes or more; another opens no old token.
-    Without `issuers` a JWT is no credential."""
+    Without `issuers` a JWT is no credential. `cell` is this cell's name, and `others` are the cells beside it."""
 
     def __init__(
         self,
@@ -53,6 +65,8 @@ class AccountService:
         clock: Clock = time.time,
         entropy: Callable[[int], bytes] = secrets.token_bytes,
         issuers: JwtVerifier | None = None,
+        cell: str = "",
+        others: OtherCells | None = None,
     ) -> None:
         if len(secret) < SECRET_BYTES_MIN:
             raise ValueError(f"the server's secret has {len(secret)} bytes; it needs {SECRET_BYTES_MIN} random ones")
@@ -62,7 +76,10 @@ class AccountService:
         self._clock = clock
         self._entropy = entropy
         self._issuers = issuers
+        self._cell_code = cell_code(cell)
+        self.copies = None if others is None else AccountCopies(store, others, self.digest)
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
+        self.epochs = EpochWatch(store)
 
     async def verify(self, credential: str) -> Caller:
         """Raises MalformedToken, UnknownToken, AccountSuspended or StoreUnavailable. A revocation, suspension or change
@@ -112,6 +129,9 @@ class AccountService:
         token_id, asked_at = parse_token(credential), self._clock()
         try:
             row = await self._store.accounts.token(token_id)
+            if self.copies is not None and (row is None or row[2].home):
+                await self.copies.confirm(credential, token_id, row[2].home if row else "")
+                row = await self._store.accounts.token(token_id)
         except StoreUnavailable:
             if seen is not None and _has_ended(seen.token, asked_at):
                 return seen  # a revocation or an expiry that was seen stays in force while the store is away
@@ -119,7 +139,7 @@ class AccountService:
         if row is None:
             raise UnknownToken(f"no ApiToken {token_id}")
         token, digests, account = row
-        digest = self._digest(credential)
+        digest = self.digest(credential).digest
         for secret in digests:
             if hmac.compare_digest(digest, secret.digest) and secret.pepper == PEPPER:
                 return _Verified(await self._caller(account, token), token, secret.until, asked_at)
@@ -134,23 +154,31 @@ class AccountService:
         account = await self._store.accounts.get(token.account_id)
         if account is None:
             raise UnknownToken(f"the JWT is refused: there is no account {token.account_id}")
+        if account.home:
+            raise UnknownToken(
+                f"the JWT is refused: the account is kept in the cell {account.home}, which takes its JWTs"
+            )
         caller = replace(await self._caller(account, token), key_id=proven.kid)
         return _Verified(caller, token, None, asked_at)
 
     async def _caller(self, account: Account, token: ApiToken) -> Caller:
-        scopes = await self._shared_scope(account), self.scope(account.id)
-        return Caller(account, token.id, token.grant, token.expires_at, account.limits, token.limits, *scopes)
+        (scope, epoch), own = await self._shared_scope(account), self.scope(account.id)
+        self.epochs.saw(account, {scope: epoch, own: epoch})
+        terms = token.expires_at, account.limits, token.limits
+        return Caller(account, token.id, token.grant, *terms, scope, epoch, own)
 
-    async def _shared_scope(self, account: Account) -> bytes:
-        """The scope of its sharing group once all members name the very same accounts, else its own."""
-        members = frozenset(account.settings.sharing)
+    async def _shared_scope(self, account: Account) -> tuple[bytes, int]:
+        """The scope and epoch of its sharing group once all members name the very same accounts, else its own. A
+        group's epoch is the sum of its members': each of them raises it for all."""
+        members, epoch = frozenset(account.settings.sharing), account.epoch
         if account.id not in members or len(members) < 2:
-            return self.scope(account.id)
+            return self.scope(account.id), account.epoch
         for member in members - {account.id}:
             other = await self._store.accounts.get(member)
             if other is None or frozenset(other.settings.sharing) != members:
-                return self.scope(account.id)
-        return self.scope(" ".join(sorted(members)))
+                return self.scope(account.id), account.epoch
+            epoch += other.epoch
+        return self.scope(" ".join(sorted(members))), epoch
 
     def _remember(self, key: bytes, verified: _Verified) -> None:
         self._verified[key] = verified
@@ -159,15 +187,20 @@ class AccountService:
             self._verified.popitem(last=False)
 
     async def create(self, name: str, ceiling: Limits | None = None, plan: str = DEFAULT_PLAN.name) -> Account:
-        """A new account. Names are for people and need not differ. Raises NotFound where there is no such plan."""
+        """A new account. Raises NotFound where there is no such plan, NameInUse, and ValueError for a bad name."""
         account = Account(
             id=self._entropy(16).hex(),
-            name=checked_name(name),
+            name=checked_account_name(name),
             ceiling=ceiling or NO_LIMITS,
             created_at=int(self._clock()),
             plan=await self.plan(plan),
         )
-        await self._store.accounts.add(account)
+        try:
+            await self._store.accounts.add(account)
+        except NameTaken:
+            if own := [each.id for each in await self._store.accounts.named(account.name) if not each.home]:
+                raise NameInUse(account.name, own[0]) from None
+            await self._store.accounts.add(account, shared_name=True)  # what has it are copies of other cells' accounts
         return account
 
     async def get(self, account_id: str) -> Account:
@@ -176,22 +209,40 @@ class AccountService:
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return account
 
+    async def find(self, reference: str) -> Account:
+        """The account of this id, or else of this name, as `name_key` compares them: this cell's own before copies of
+        other cells', which may have any name. Raises NotFound, AmbiguousName."""
+        account = await self._store.accounts.get(reference) if ACCOUNT_ID.fullmatch(reference) else None
+        accounts = [account] if account is not None else await self._store.accounts.named(reference)
+        accounts = [each for each in accounts if not each.home] or accounts
+        if not accounts:
+            raise NotFound(f"no account has the id or name {reference!r}; `hearth accounts list` shows them")
+        if len(accounts) > 1:
+            ids = ", ".join(account.id for account in accounts)
+            raise AmbiguousName(f"{len(accounts)} accounts have the name {reference!r}; say which by its id: {ids}")
+        return accounts[0]
+
     async def update(
         self, account_id: str, change: Callable[[Account], Account], revision: int | None = None
     ) -> Account:
         """Stores what `change` makes of the account; it is in force on every gateway within 1 s.
 
         With a revision, only an account that still has it is changed; without one `change` may be called again, on what
-        others made of the account meanwhile. Raises NotFound, Conflict, and what `change` raises.
+        others made of the account meanwhile. Raises NotFound, Conflict, NameInUse, and what `change` raises.
         """
         for _ in range(AMENDS_MAX):
             account = await self.get(account_id)
             if revision is not None and account.revision != revision:
                 raise Conflict(f"the account has revision {account.revision} by now, not {revision}: read it again")
+            _require_home(account, "change it there")
             changed = structs.replace(change(account), revision=account.revision + 1)
             if changed.settings.zero_retention and not account.settings.zero_retention:
                 changed = structs.replace(changed, epoch=changed.epoch + 1)  # what was cached before must go too
-            if await self._store.accounts.update(changed):
+            try:
+                stored = await self._store.accounts.update(changed)
+            except NameTaken as taken:
+                raise NameInUse(changed.name, taken.account_id) from None
+            if stored:
                 if changed.settings.zero_retention:
                     await self._store.batches.discard(account_id)
                 return changed
@@ -205,11 +256,20 @@ class AccountService:
         )
 
     async def resume(self, account_id: str) -> Account:
-        return await self.update(account_id, lambda account: structs.replace(account, suspended_at=None))
+        """Serves it again. Raises Conflict where it is to be removed."""
+
+        def resumed(account: Account) -> Account:
+            if account.deletion is not None:
+                raise Conflict(f"account {account.id} is to be removed: `hearth accounts restore` takes that back")
+            return structs.replace(account, suspended_at=None)
+
+        return await self.update(account_id, resumed)
 
     async def purge_cache(self, account_id: str) -> Account:
         """Hides all prefixes that were cached for it until now from requests that begin a second from now."""
-        return await self.update(account_id, lambda account: structs.replace(account, epoch=account.epoch + 1))
+        account = await self.update(account_id, lambda account: structs.replace(account, epoch=account.epoch + 1))
+        self.epochs.saw(account, {self.scope(account_id): account.epoch})
+        return account
 
     async def plans(self) -> Sequence[Plan]:
         """All plans that an account may have, by name."""
@@ -258,11 +318,15 @@ class AccountService:
         limits: Limits = NO_LIMITS,
     ) -> tuple[ApiToken, str]:
         """A new ApiToken and its text, shown this once and kept nowhere. `expires_at` is seconds since 1970."""
-        token_id = base62(int.from_bytes(self._entropy(8), "big"), ID_LENGTH)
+        account = await self._store.accounts.get(account_id)
+        if account is not None:
+            _require_home(account, "make its tokens there")
+        length = ID_LENGTH - len(self._cell_code)
+        token_id = self._cell_code + base62(int.from_bytes(self._entropy(8), "big") % 62**length, length)
         text = token_text(token_id, self._entropy)
         times = (int(self._clock()), None if expires_at is None else int(expires_at))
         token = ApiToken(token_id, account_id, checked_name(name), *times, grant=grant or Grant(), limits=limits)
-        if not await self._store.accounts.add_token(token, TokenDigest(self._digest(text), PEPPER)):
+        if not await self._store.accounts.add_token(token, self.digest(text)):
             raise NotFound(f"no account {account_id!r}; `hearth accounts list` shows them")
         return token, text
 
@@ -273,7 +337,7 @@ class AccountService:
         text = token_text(token_id, self._entropy)
         now = int(self._clock())
         before = [structs.replace(digests[0], until=now + int(grace_s))] if grace_s > 0 else []
-        await self._store.accounts.update_token(token, [TokenDigest(self._digest(text), PEPPER), *before])
+        await self._store.accounts.update_token(token, [self.digest(text), *before])
         return token, text
 
     async def update_token(
@@ -293,10 +357,23 @@ class AccountService:
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         return row[0]
 
+    async def names(self, ids: Collection[str]) -> dict[str, KnownName]:
+        """What accounts and ApiTokens of these ids are called now, but for ids of neither and of what is gone."""
+        found = await asyncio.gather(*map(self._name, ids))
+        return {each: name for each, name in zip(ids, found, strict=True) if name is not None}
+
+    async def _name(self, id: str) -> KnownName | None:
+        if ACCOUNT_ID.fullmatch(id):
+            account = await self._store.accounts.get(id)
+            return None if account is None else KnownName(account.name, id)
+        row = await self._store.accounts.token(id) if TOKEN_ID.fullmatch(id) else None
+        return None if row is None else KnownName(row[0].name, row[0].account_id)
+
     async def _live_token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
         row = await self._store.accounts.token(token_id)
         if row is None or row[0].revoked_at is not None:
             raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+        _require_home(row[2], "change its tokens there")
         return row[0], row[1]
 
     async def tokens(self, account_id: str) -> Sequence[ApiToken]:
@@ -306,8 +383,11 @@ class AccountService:
 
     async def revoke(self, token_id: str) -> None:
         """Revokes a token for good, on every gateway within 1 s."""
-        if not await self._store.accounts.revoke(token_id, int(self._clock())):
+        row = await self._store.accounts.token(token_id)
+        if row is None:
             raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+        _require_home(row[2], "revoke its tokens there, which ends them everywhere")
+        await self._store.accounts.revoke(token_id, int(self._clock()))
 
     async def list(self) -> Sequence[Account]:
         """All accounts, oldest first."""
@@ -317,8 +397,9 @@ class AccountService:
         """16 bytes that separate this account's prefix caches from all others; they reveal nothing about it."""
         return hashlib.blake2b(account_id.encode(), digest_size=16, key=self._scope_key).digest()
 
-    def _digest(self, text: str) -> bytes:
-        return hmac.digest(self._pepper, text.encode(), "sha256")
+    def digest(self, text: str) -> TokenDigest:
+        """What the store keeps of a token's text."""
+        return TokenDigest(hmac.digest(self._pepper, text.encode(), "sha256"), PEPPER)
 
 
 def _require_live(token: ApiToken, account: Account, now: float) -> None:
@@ -329,8 +410,22 @@ def _require_live(token: ApiToken, account: Account, now: float) -> None:
         raise AccountSuspended(f"account {account.id} is suspended")
 
 
+def _require_home(account: Account, advice: str) -> None:
+    """Raises Conflict for a copy of another cell's account."""
+    if account.home:
+        raise Conflict(f"account {account.id} is kept in the cell {account.home}: {advice}")
+
+
 def _has_ended(token: ApiToken, now: float) -> bool:
     return token.revoked_at is not None or (token.expires_at is not None and now >= token.expires_at)
+
+
+def checked_account_name(name: str) -> str:
+    """The stripped name of an account, which may be no id. Raises ValueError."""
+    name = checked_name(name)
+    if ACCOUNT_ID.fullmatch(name_key(name)):
+        raise ValueError(f"{name!r} looks like an account's id; an account's name is another text than 32 hex digits")
+    return name
 
 
 def checked_name(name: str) -> str:

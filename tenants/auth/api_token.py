@@ -1,5 +1,6 @@
 """The text of an ApiToken, in base62: `hearth_`, key id (11), `_`, 256 random bits (43), CRC-32 of all before (6)."""
 
+import hashlib
 import re
 import zlib
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from tenants.auth.errors import MalformedToken
 
 DIGITS: Final = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 ID_LENGTH: Final = 11
+CELL_CODE_LENGTH: Final = 2
+TOKEN_ID: Final = re.compile(r"[0-9A-Za-z]{11}")
 _TEXT: Final = re.compile(r"hearth_([0-9A-Za-z]{11})_[0-9A-Za-z]{43}([0-9A-Za-z]{6})")
 
 
@@ -20,6 +23,14 @@ def parse_token(text: str) -> str:
     if match[2] != checksum(text[: match.start(2)]):
         raise MalformedToken("this ApiToken has a typing error: its checksum is wrong; copy it again")
     return match[1]
+
+
+def cell_code(cell: str) -> str:
+    """What ids of tokens begin with that a cell mints, so that others know where to ask; "" where there is no cell."""
+    if not cell:
+        return ""
+    digest = hashlib.sha256(f"hearth cell {cell}".encode()).digest()
+    return base62(int.from_bytes(digest, "big") % 62**CELL_CODE_LENGTH, CELL_CODE_LENGTH)
 
 
 def token_text(key_id: str, entropy: Callable[[int], bytes]) -> str:

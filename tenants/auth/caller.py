@@ -13,6 +13,7 @@ class Caller:
 
     limits          those of its account; `token_limits` are the token's own.
     scope           16 bytes that separate the prefix caches which it may share from all others.
+    scope_epoch     of these caches: any account that shares them raises it.
     account_scope   the scope of its account alone, whatever it shares.
     key_id          of the key that signed its JWT; "" for an ApiToken.
     """
@@ -24,5 +25,6 @@ class Caller:
     limits: Limits = NO_LIMITS
     token_limits: Limits = NO_LIMITS
     scope: bytes = b""
+    scope_epoch: int = 0
     account_scope: bytes = b""
     key_id: str = ""

@@ -83,4 +83,6 @@ def limit_status(cap: Cap, left: int, now_us: int) -> LimitStatus:
 
 
 def limits_status(measured: Sequence[Cap], left: Sequence[int], now_us: int) -> tuple[LimitStatus, ...]:
-    return tuple(limit_status(cap, amount, now_us) for cap, amount in zip(measured, left, strict=True))
+    """The statuses of all caps but a lease's, which is no limit of the account."""
+    rests = zip(measured, left, strict=True)
+    return tuple(limit_status(cap, amount, now_us) for cap, amount in rests if cap.measure is not DenialReason.LEASE)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 KEYS_MAX: Final = 65_536  # a key costs some 150 bytes
+_ROUNDING_S: Final = 1e-6  # sums of seconds are so exact, and more
 
 
 class LocalRate:
@@ -27,7 +28,7 @@ class LocalRate:
         is."""
         now = self._clock()
         until = max(self._used_until.get(key, now), now) + amount / self._per_s
-        if until - now > self._room_s:
+        if until - now > self._room_s + _ROUNDING_S:
             return until - now - self._room_s
         self._used_until[key] = until
         self._used_until.move_to_end(key)

@@ -22,12 +22,15 @@ from typing import Final
 from msgspec import structs
 
 from tenants.auth.caller import Caller
+from tenants.auth.errors import HomeUnavailable
+from tenants.limits.borrowing import QuotaBorrower
 from tenants.limits.caps import LimitStatus, RequestSize, caps_of, limited_subjects, limits_status, unattainable
 from tenants.limits.denials import denial_error
+from tenants.limits.lending import LeaseRefused
 from tenants.limits.outbox import Outbox
 from tenants.limits.reservation import CallUsage, Overdrawn, QuotaRequest, Reservation
 from tenants.records.accounts import Account
-from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Hold, window_us_left
+from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Granted, Hold, window_us_left
 from tenants.records.limits import NO_LIMITS, Limits
 from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
 from tenants.store.protocol import Clock, QuotaStore, StoreUnavailable
@@ -37,6 +40,7 @@ CHECKPOINT_S: Final = 5.0
 SWEEP_S: Final = 10.0
 REPLAY_S: Final = 1.0
 SETTLE_BATCH: Final = 256  # settlements or checkpoints in one call of the store
+LEASE_TRIES: Final = 4  # leases that others spend before a call gets to them
 UNSETTLED_MAX: Final = 100_000  # open reservations and settlements not yet written
 
 log = logging.getLogger(__name__)
@@ -50,10 +54,14 @@ class _OpenReservation:
 
 
 class Quota:
-    """Reservations of one gateway process. Everything here is called from one event loop."""
+    """Reservations of one gateway process. Everything here is called from one event loop. `borrower` has leases for
+    accounts whose home is another cell."""
 
-    def __init__(self, store: QuotaStore, outbox: Path, clock: Clock = time.time) -> None:
+    def __init__(
+        self, store: QuotaStore, outbox: Path, clock: Clock = time.time, borrower: QuotaBorrower | None = None
+    ) -> None:
         self._store = store
+        self._borrower = borrower
         self._outbox = Outbox(outbox)
         self._clock = clock
         self._open: dict[tuple[str, str], _OpenReservation] = {}  # oldest written first
@@ -71,13 +79,16 @@ class Quota:
         """Settlements that are neither in the store nor in the outbox yet."""
         return len(self._settled)
 
-    async def reserve(self, caller: Caller, request_id: str, demand: QuotaRequest) -> Reservation:
+    async def reserve(
+        self, caller: Caller, request_id: str, demand: QuotaRequest, *, again: bool = False
+    ) -> Reservation:
         """Holds the most that this request can cost. One call of the store: about 30 µs on SQLite, 150 µs on Redis.
 
         `request_id` is new for every request and at most 64 characters; a repeated call with the same one is granted
         again and counted once. Raises QuotaExceeded, StoreUnavailable, UnknownToken when the token was revoked since it
-        was verified, AccountSuspended, AlreadyRecorded. When it raises nothing is held; what a store took too late is
-        given back as soon as it takes settlements again.
+        was verified, AccountSuspended, AlreadyRecorded, HomeUnavailable. When it raises nothing is held; what a store
+        took too late is given back as soon as it takes settlements again; but for one that is made `again` under its
+        id whatever comes of it, which then finds its hold.
         """
         if len(self._open) + len(self._settled) >= UNSETTLED_MAX:
             raise StoreUnavailable(f"{UNSETTLED_MAX:,} requests are open or wait to be written; try again later")
@@ -102,23 +113,57 @@ class Quota:
             metadata=demand.metadata,
         )
         caps = caps_of(subjects, size)
-        hold = Hold(unused, size.micro_neurons, int(HOLD_S * MICRO), caps, demand.output_tokens)
-        try:
-            decision = await self._store.reserve(hold)
-        except asyncio.CancelledError:
-            self._write_later(structs.replace(unused, outcome="cancelled"))  # the store may have granted it
-            raise
-        except StoreUnavailable as outage:
-            if outage.unsure:
-                self._write_later(structs.replace(unused, outcome="store_unavailable"))
-            raise
+        strict = caller.account.plan.strict
+        hold = Hold(unused, size.micro_neurons, int(HOLD_S * MICRO), caps, demand.output_tokens, strict)
+        if caller.account.home:
+            hold, decision = await self._reserve_on_lease(caller.account.home, demand, hold)
+        else:
+            decision = await self._reserve(hold, again=again)
         if isinstance(decision, Denied):
-            raise denial_error(decision, caller, caps)
-        charged = structs.replace(unused, day=decision.day)
+            raise denial_error(decision, caller, hold.caps)
+        charged = structs.replace(hold.record, day=decision.day)
         output_tokens = demand.affordable(decision.held)
-        left = limits_status(caps, decision.remaining, started_us)
+        left = limits_status(hold.caps, decision.remaining, started_us)
         granted = Reservation(charged, demand.price, decision.held, output_tokens, left)
         return self._open.setdefault(granted.key, _OpenReservation(granted, CallUsage(), self._clock())).reservation
+
+    async def _reserve(self, hold: Hold, *, again: bool = False) -> Granted | Denied:
+        """The store's decision. What it may have granted without a word is settled as unused, unless it is asked for
+        again under this id: that settlement would be the last word on it, and what is used then free of charge."""
+        try:
+            return await self._store.reserve(hold)
+        except asyncio.CancelledError:
+            if not again:
+                self._write_later(structs.replace(hold.record, outcome="cancelled"))
+            raise
+        except StoreUnavailable as outage:
+            if outage.unsure and not again:
+                self._write_later(structs.replace(hold.record, outcome="store_unavailable"))
+            raise
+
+    async def _reserve_on_lease(self, home: str, demand: QuotaRequest, hold: Hold) -> tuple[Hold, Granted | Denied]:
+        """The decision on a call of an account that has another home, and the hold with the lease that it is on."""
+        if self._borrower is None:
+            raise HomeUnavailable(f"this gateway knows no cell {home}, where the account is kept", unsure=False)
+        size, spent = demand.size(), None
+        for _ in range(LEASE_TRIES):
+            try:
+                borrowed = await self._borrower.borrow(hold, home, demand.model_class, size, spent)
+            except LeaseRefused as refusal:
+                raise HomeUnavailable(f"the home cell {home} lends nothing now: {refusal}") from None
+            if isinstance(borrowed, Denied):
+                cap = Cap(
+                    borrowed.subject, borrowed.reason, size.micro_neurons, borrowed.allowed, size.min_micro_neurons
+                )
+                return structs.replace(hold, caps=(cap,)), borrowed
+            decision = await self._reserve(borrowed.hold)
+            if isinstance(decision, Granted):
+                self._borrower.note_left(borrowed, demand.model_class, decision.remaining[-1])
+            elif decision.reason is DenialReason.LEASE:
+                spent = borrowed.lease
+                continue
+            return borrowed.hold, decision
+        raise HomeUnavailable(f"calls of this account use leases of the cell {home} up as they come", unsure=False)
 
     async def count_refused(self, caller: Caller) -> None:
         """Counts a request that was refused before it was reserved, for the account's and the token's requests per
@@ -133,12 +178,13 @@ class Quota:
         self, account: Account, token_id: str = "", token: Limits = NO_LIMITS
     ) -> Sequence[LimitStatus]:
         """The rest of the account's limits and of one of its tokens' now, with those of all classes."""
-        caps = _all_caps(account.limits, token_id, token)
+        caps = _all_caps(account, account.limits, token_id, token)
         return limits_status(caps, await self._store.remaining(account.id, caps), int(self._clock() * MICRO))
 
     async def overdrawn(self, caller: Caller) -> Overdrawn:
         """The budgets of which more is used and held than the caller's limits allow by now. One call of the store."""
-        caps = [cap for cap in _all_caps(caller.limits, caller.token_id, caller.token_limits) if cap.measure in BUDGETS]
+        all_caps = _all_caps(caller.account, caller.limits, caller.token_id, caller.token_limits)
+        caps = [cap for cap in all_caps if cap.measure in BUDGETS]
         left = await self._store.remaining(caller.account.id, caps) if caps else ()
         rests = zip(caps, left, strict=True)
         return {(cap.subject, cap.measure): cap.allowed - rest for cap, rest in rests if rest < 0}
@@ -291,8 +337,10 @@ class Quota:
         assert len(self._open) + len(waiting) <= UNSETTLED_MAX
 
 
-def _all_caps(account: Limits, token_id: str, token: Limits) -> tuple[Cap, ...]:
-    """The caps of the account's limits and of one of its tokens', with those of all classes."""
-    classes = sorted(account.classes.keys() | token.classes.keys())
-    pairs = [pair for name in ("", *classes) for pair in limited_subjects(account, token_id, token, name)]
-    return caps_of(list(dict(pairs).items()), RequestSize())
+def _all_caps(account: Account, limits: Limits, token_id: str, token: Limits) -> tuple[Cap, ...]:
+    """The caps of the account's limits and of one of its tokens', with those of all classes; without budgets where
+    they are counted in another cell."""
+    classes = sorted(limits.classes.keys() | token.classes.keys())
+    pairs = [pair for name in ("", *classes) for pair in limited_subjects(limits, token_id, token, name)]
+    caps = caps_of(list(dict(pairs).items()), RequestSize())
+    return tuple(cap for cap in caps if not account.home or cap.measure not in BUDGETS)

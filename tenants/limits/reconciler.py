@@ -14,6 +14,7 @@ from tenants.store.protocol import Clock, Store, StoreUnavailable
 LOOK_S: Final = 300.0
 AFTER_US: Final = 3600 * MICRO  # into the next day: holds have ended by then, and outboxes are replayed
 CLAIMED_S: Final = 3 * 86_400
+COMPARING_S: Final = 600  # after which another gateway compares what this one began with
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class Reconciler:
         if day == self._done:
             return
         for account in await self._store.accounts.list():
-            if await self._store.claims.claim(account.id, f"reconciled:{day}", b"", CLAIMED_S) is None:
+            if await self._store.claims.claim(account.id, f"reconciled:{day}", b"", COMPARING_S) is None:
                 await self._compare(account.id, day)
+                await self._store.claims.replace(account.id, f"reconciled:{day}", b"", CLAIMED_S)
         self._done = day
 
     async def _compare(self, account_id: str, day: int) -> None:

@@ -1,6 +1,7 @@
 """Records of accounts: their plans, their own settings, notices that wait for them, entries of their audit logs."""
 
 import re
+import unicodedata
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
@@ -19,7 +20,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits and scheduling of many accounts; engine.protocol.types.SchedulingTerms has the scheduling fields.
 
     `wait_s` is how long a request may wait for its turn before it is refused, None: as long as it lives.
-    `revision` grows with every change.
+    `revision` grows with every change. What a `strict` plan grants, all replicas of a store have first: no failover
+    passes its limits, and while a replica is away nothing is granted.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cap_blocks: Annotated[int, Meta(ge=0, le=100_000_000)] | None = None
     wait_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
     revision: int = 0
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if not PLAN_NAME.fullmatch(self.name):
@@ -99,13 +102,30 @@ def cache_retention_s(settings: Settings) -> float | None:
     return min(settings.cache_keep_s or ZERO_RETENTION_KEEP_S, ZERO_RETENTION_KEEP_S)
 
 
+class Deletion(msgspec.Struct, frozen=True, omit_defaults=True):
+    """That an account is to be removed at `due_at` unless it is restored before. With `keep_usage` its ledger stays for
+    as long as any does, to be billed; else it goes too."""
+
+    asked_at: int
+    due_at: int
+    keep_usage: bool = True
+
+
+def name_key(name: str) -> str:
+    """What two names have in common that people would take for the same one: case, width and spaces do not count."""
+    return " ".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold()).split())
+
+
 class Account(msgspec.Struct, frozen=True):
     """A tenant. `id` is 32 hex characters, times are seconds since 1970.
+
+    `name` is its own among all accounts, but in stores that were written before names were: see `name_key`.
 
     ceiling     the operator's limits for this account in place of its plan's.
     own         limits that its administrators lowered.
     epoch       of its prefix caches; raising it hides all that they hold.
     revision    grows with every change, and lets a change that is based on an older one be refused.
+    home        the cell that it is kept in where that is not this one: then this is a copy, for calls that come here.
     """
 
     id: str
@@ -118,6 +138,8 @@ class Account(msgspec.Struct, frozen=True):
     epoch: int = 0
     suspended_at: int | None = None
     revision: int = 1
+    deletion: Deletion | None = None
+    home: str = ""
 
     @property
     def ceiling_limits(self) -> Limits:

@@ -16,6 +16,11 @@ class Permission(enum.StrEnum):
     USAGE_READ = "usage:read"  # what the account has used
     ACCOUNT_ADMIN = "account:admin"  # the account's tokens, limits and settings
     OPERATOR = "operator"  # all accounts
+    METRICS_READ = "metrics:read"  # the gateway's metrics, which name all accounts
+
+
+# Permissions that reach beyond an account: only an operator may give them, or change a token that has one.
+BEYOND_ACCOUNT: Final = (Permission.OPERATOR, Permission.METRICS_READ)
 
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -21,6 +21,7 @@ class DenialReason(enum.StrEnum):
     NO_ACCOUNT = "no_account"
     SUSPENDED = "suspended"  # the account, by its operator
     RECORDED = "recorded"  # this request id has its final usage record already
+    LEASE = "lease"  # a limit as well: what the home cell of the account lent this cell
 
 
 class Cap(msgspec.Struct, frozen=True, array_like=True):
@@ -46,6 +47,7 @@ class Hold(msgspec.Struct, frozen=True):
 
     `held` micro-neurons and `output` tokens are the most that it can use; `lifetime_us` is how long the hold lasts
     without a checkpoint. All `caps` must have room. A later cap of the same neurons may hold less than an earlier one.
+    A `strict` one is granted once all copies of the store have it, and by none while one is away.
     """
 
     record: UsageRecord
@@ -53,6 +55,7 @@ class Hold(msgspec.Struct, frozen=True):
     lifetime_us: int
     caps: tuple[Cap, ...] = ()
     output: int = 0
+    strict: bool = False
 
 
 class Granted(msgspec.Struct, frozen=True):
@@ -75,6 +78,7 @@ class Denied(msgspec.Struct, frozen=True):
 
 
 BUDGETS: Final = (DenialReason.NEURONS_PER_MONTH, DenialReason.NEURONS_PER_DAY)
+NEURONS: Final = (*BUDGETS, DenialReason.LEASE)  # measured in micro-neurons
 RATES: Final = (
     DenialReason.REQUESTS_PER_MINUTE,
     DenialReason.INPUT_TOKENS_PER_MINUTE,

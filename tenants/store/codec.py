@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.accounts import Account, Plan, Settings
+from tenants.records.accounts import Account, Deletion, Plan, Settings
 from tenants.records.limits import NO_LIMITS, Limits
 
 
@@ -20,6 +20,8 @@ class _AccountDocument(msgspec.Struct, frozen=True, omit_defaults=True):
     own: Limits = NO_LIMITS
     settings: Settings = Settings()
     epoch: int = 0
+    deletion: Deletion | None = None
+    home: str = ""
 
 
 _read_account = msgspec.json.Decoder(_AccountDocument).decode
@@ -39,4 +41,8 @@ def read_account(
 
 
 def plan_document(plan: Plan) -> str:
-    return msgspec.json.encode(plan).decode()
+    """Without what only a strict plan has, which earlier versions do not read."""
+    fields = structs.asdict(plan)
+    if not plan.strict:
+        del fields["strict"]
+    return msgspec.json.encode(fields).decode()

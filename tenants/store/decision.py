@@ -6,14 +6,15 @@ The Lua of redis/scripts.py takes the same steps in the same order.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tenants.records.holds import BUDGETS, Cap, DenialReason, Denied, Granted, Hold, window_us_left
+from tenants.records.holds import BUDGETS, NEURONS, Cap, DenialReason, Denied, Granted, Hold, window_us_left
 from tenants.records.limits import lasts_us
 from tenants.records.usage import MICRO, day_of
 
 
 class SubjectUsage(NamedTuple):
     """Usage of one subject. The times are when it is in step with its rate again, counting settled requests; `output`
-    tokens are held beside that. `day` and `month` are micro-neurons, held ones among them."""
+    tokens are held beside that. `day` and `month` are micro-neurons, held ones among them; `lease` is what a lease has
+    left, below 0 where no call may begin on it."""
 
     requests_us: int = 0
     input_us: int = 0
@@ -22,6 +23,7 @@ class SubjectUsage(NamedTuple):
     open: int = 0
     day: int = 0
     month: int = 0
+    lease: int = -1
 
 
 def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted | Denied:
@@ -31,7 +33,7 @@ def decide(hold: Hold, used: Mapping[str, SubjectUsage], now_us: int) -> Granted
         denied = _refused(cap, used[cap.subject], now_us)
         if denied is not None:
             return denied
-        if cap.measure in BUDGETS:
+        if cap.measure in NEURONS:
             granted = min(granted, remaining(cap, used[cap.subject], now_us))
     after = tuple(remaining(cap, used[cap.subject], now_us) - _taken(cap, granted) for cap in hold.caps)
     return Granted(day_of(now_us), granted, after)
@@ -57,6 +59,8 @@ def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
             return cap.room_us - max(used.output_us - now_us, 0) - lasts_us(used.output, cap.allowed)
         case DenialReason.CONCURRENT_REQUESTS:
             return cap.allowed - used.open
+        case DenialReason.LEASE:
+            return used.lease
         case _:
             raise AssertionError(f"{cap.measure} is no limit")
 
@@ -64,9 +68,10 @@ def remaining(cap: Cap, used: SubjectUsage, now_us: int) -> int:
 def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
     room = remaining(cap, used, now_us)
     in_use = cap.allowed - room
-    if cap.measure in BUDGETS:
+    if cap.measure in NEURONS:
         if room < cap.min_amount:
-            return Denied(cap.measure, window_us_left(cap.measure, now_us), cap.allowed, in_use, cap.subject)
+            wait_us = window_us_left(cap.measure, now_us) if cap.measure in BUDGETS else MICRO
+            return Denied(cap.measure, wait_us, cap.allowed, in_use, cap.subject)
     elif cap.measure is DenialReason.CONCURRENT_REQUESTS:
         if room <= 0:
             return Denied(cap.measure, MICRO, cap.allowed, in_use, cap.subject)
@@ -76,6 +81,6 @@ def _refused(cap: Cap, used: SubjectUsage, now_us: int) -> Denied | None:
 
 
 def _taken(cap: Cap, granted: int) -> int:
-    if cap.measure in BUDGETS:
+    if cap.measure in NEURONS:
         return granted
     return 1 if cap.measure is DenialReason.CONCURRENT_REQUESTS else cap.cost_us

@@ -8,9 +8,13 @@ tests/tenants/store/test_contract.py.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
+from tenants.records.account_search import AccountSearch
 from tenants.records.accounts import Account, AuditEntry, Notice, Plan
 from tenants.records.batches import BatchItemResult, BatchJob, BatchJobItem, BatchStatus, QueueDepth
+from tenants.records.catalogue import ClusterCatalogue, HostCatalogue
+from tenants.records.cluster import ClusterAuthority, ClusterMember, JoinOutcome, JoinToken
 from tenants.records.holds import Cap, Denied, Granted, Hold
+from tenants.records.leases import QuotaLease
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import Balance, Totals, UsageRecord, UsageRow
 
@@ -20,6 +24,7 @@ RETENTION_DAYS: Final = 400  # sweep() removes records and sums of older days
 TAGGED_MAX: Final = 10_000  # rows of one account's day; from there on, new sets of tags are summed as OTHER_TAGS
 OTHER_TAGS: Final = "*"
 USAGE_COLUMNS: Final = ("token_id", "model", "tags")  # that usage is told apart by, beside the day
+LEASE_KEPT_S: Final = 86_400  # after its return, for settlements that come late out of an outbox
 USAGE_ACCOUNTS: Final = 100  # that usage() is asked for at once where there are many
 
 
@@ -36,18 +41,44 @@ class StoreUnavailable(Exception):
         self.unsure = unsure
 
 
-class AccountStore(Protocol):
-    """Accounts, their plans and their tokens."""
+class NameTaken(Exception):
+    """Another account, `account_id`, has this name. Nothing was changed."""
 
-    async def add(self, account: Account) -> None: ...
+    def __init__(self, account_id: str) -> None:
+        super().__init__("another account has this name")
+        self.account_id = account_id
+
+
+class AccountStore(Protocol):
+    """Accounts, their plans and their tokens. No two accounts get the same name, by `name_key`, in one moment; stores
+    that were written before that held may have some, and keep them until they are renamed."""
+
+    async def add(self, account: Account, *, shared_name: bool = False) -> None:
+        """Raises NameTaken, unless its name may be shared, as that of a record may that moves from another store."""
 
     async def get(self, account_id: str) -> Account | None: ...
 
     async def list(self) -> Sequence[Account]:
         """All accounts, oldest first."""
 
+    async def of_ids(self, ids: Sequence[str]) -> Sequence[Account]:
+        """The accounts of these ids that there are, in any order."""
+
+    async def named(self, name: str) -> Sequence[Account]:
+        """The accounts of this name, by `name_key`, oldest first; O(their number)."""
+
+    async def search(self, search: AccountSearch) -> tuple[Sequence[Account], int]:
+        """The accounts that are wanted, and how many match; reads of all others only what they are searched by."""
+
     async def update(self, account: Account) -> bool:
-        """Stores it if the stored one has the revision before it. `suspended_at` is in force for the next reserve."""
+        """Stores it if the stored one has the revision before it. `suspended_at` is in force for the next reserve.
+        Raises NameTaken where its name is a new one."""
+
+    async def due_deletions(self, now_s: int) -> Sequence[Account]:
+        """The accounts whose deletion is due."""
+
+    async def remove(self, account_id: str) -> None:
+        """Removes an account, its tokens and its name. Its audit log stays."""
 
     async def plans(self) -> Sequence[Plan]:
         """The stored plans, by name."""
@@ -102,7 +133,7 @@ class QuotaStore(Protocol):
 
     async def sweep(self) -> int:
         """Charges all expired holds at their checkpoints, and removes days older than RETENTION_DAYS. Returns how many
-        holds."""
+        holds, without those of a call whose answer came too late and that was made again."""
 
     async def totals(self, account_id: str, day: int) -> Totals:
         """The counters; O(1)."""
@@ -121,8 +152,38 @@ class QuotaStore(Protocol):
         Callers choose tags: where a day has TAGGED_MAX rows, new sets of tags are summed as OTHER_TAGS.
         """
 
+    async def remove(self, account_id: str, *, keep_usage: bool) -> None:
+        """Removes the holds and rates of an account that makes no calls any more; without `keep_usage` its ledger and
+        counters too."""
+
     async def reconcile(self, account_id: str, day: int, subject: str = "") -> Balance:
         """The counters beside the same sums recomputed from records and holds; O(their number)."""
+
+
+class LeaseStore(Protocol):
+    """Leases of this cell: slices of budgets of accounts that have their home in another one.
+
+    A hold whose record has a lease among its subjects counts against it, in the decision of `reserve` under a cap LEASE
+    and in all that ends a hold, by the store's own clock. Each of these methods does nothing where the lease's state is
+    further on already.
+    """
+
+    async def begin(self, lease: QuotaLease, lifetime_us: int) -> QuotaLease:
+        """Stores a lease that is to be asked for. Returns it with its times."""
+
+    async def open(self, account_id: str, lease_id: str, amount: int, day: int) -> bool:
+        """Lets calls begin on a lease that was asked for, and granted. False: it is not ASKED."""
+
+    async def close(self, account_id: str, lease_id: str) -> None:
+        """From now on no call begins on it, and it is not opened any more."""
+
+    async def note_returned(self, account_id: str, lease_id: str, used: int) -> None:
+        """The home cell has settled so much of a lease that is closed. It is kept for LEASE_KEPT_S from now, and one
+        that was never opened is removed."""
+
+    async def list(self, account_id: str = "") -> Sequence[QuotaLease]:
+        """All leases, or an account's, by the time at which they were asked for. The ones whose time is over are closed
+        first."""
 
 
 class BatchStore(Protocol):
@@ -209,15 +270,63 @@ class NoticeStore(Protocol):
     async def close(self, notice_id: str) -> None: ...
 
 
+class ClusterStore(Protocol):
+    """The hosts that share this store."""
+
+    async def found(self, authority: ClusterAuthority) -> bool:
+        """Stores the cluster's authority, for good; False: it has one."""
+
+    async def authority(self) -> ClusterAuthority | None: ...
+
+    async def add_token(self, token: JoinToken) -> None: ...
+
+    async def token(self, token_id: str) -> JoinToken | None: ...
+
+    async def admit(self, token_id: str, member: ClusterMember, now_s: int) -> JoinOutcome:
+        """Takes one use of the token and stores the member, or does neither. A member that asks again, with the key
+        that it has, takes no further use."""
+
+    async def renew(self, member: ClusterMember) -> bool:
+        """Stores a member of the same id and key anew; False: there is none."""
+
+    async def restore(self, member: ClusterMember, now_s: int) -> bool:
+        """Stores a member that has shown its certificate, and that this store has lost. False: it is there, its key was
+        removed, its name is another's by now, or this store has no cluster."""
+
+    async def remove(self, member_id: str) -> bool:
+        """Removes a member; its key joins no more for as long as its certificate holds. False: there is none."""
+
+    async def members(self) -> Sequence[ClusterMember]:
+        """All members, by their ids."""
+
+    async def removed_keys(self, now_s: int) -> Sequence[str]:
+        """The keys of removed members whose certificates still hold."""
+
+    async def catalogue(self, known: str = "") -> ClusterCatalogue | None:
+        """The models of all hosts; None where its revision is still the `known` one. Empty before the first change."""
+
+    async def put_catalogue(self, catalogue: ClusterCatalogue, before: str) -> bool:
+        """Stores a catalogue in place of the one with revision `before`; False: that is another one by now. Raises
+        CatalogueTooLarge."""
+
+    async def report_catalogue(self, report: HostCatalogue) -> None:
+        """Stores what a host has of the catalogue, until the host is removed; of one that is no member, nothing."""
+
+    async def catalogue_reports(self) -> Sequence[HostCatalogue]:
+        """What each member said last, by their ids."""
+
+
 class Store(Protocol):
     """One database's parts, and what concerns all of them."""
 
     accounts: AccountStore
     quotas: QuotaStore
+    leases: LeaseStore
     batches: BatchStore
     audit: AuditStore
     claims: ClaimStore
     notices: NoticeStore
+    cluster: ClusterStore
 
     async def ping(self) -> None:
         """Returns when the store can take a write."""

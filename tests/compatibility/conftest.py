@@ -13,11 +13,6 @@ import pytest
 FILES = Path(__file__).parent / "files"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def facts() -> dict[str, Any]:
     document: dict[str, Any] = json.loads((FILES / "facts.json").read_text())

@@ -2,18 +2,21 @@
 
 import gzip
 import json
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+from msgspec import structs
 
 from gateway.batch.encryption import BatchEncryption, StoredRequest
 from gateway.http.idempotency import IdempotencyStore
 from tenants.audit import AuditLog
 from tenants.auth.accounts import AccountService
-from tenants.auth.errors import AccountSuspended, UnknownToken
+from tenants.auth.errors import AccountSuspended, AmbiguousName, NameInUse, UnknownToken
 from tenants.open import open_store
 from tenants.records.accounts import Notice, Notices, Plan, Settings
 from tenants.records.batches import BatchItemResult, BatchStatus
@@ -39,18 +42,36 @@ TEAM = Plan(
 )
 
 
+ROB = "e" * 32  # a second account of bob's name, as an earlier version let it be
+
+
+@pytest.fixture
+def rob() -> bool:
+    """Whether there is one."""
+    return False
+
+
 @pytest.fixture(params=["sqlite", "redis"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path, facts: dict[str, Any]) -> AsyncIterator[Store]:
+async def store(
+    request: pytest.FixtureRequest, tmp_path: Path, facts: dict[str, Any], rob: bool
+) -> AsyncIterator[Store]:
     if request.param == "sqlite":
         path = tmp_path / "hearth.db"
         path.write_bytes(gzip.decompress((FILES / "store.sqlite.gz").read_bytes()))
         url = f"sqlite:{path}"
+        if rob:
+            with closing(sqlite3.connect(path, isolation_level=None)) as file:
+                _, *columns = file.execute("SELECT * FROM accounts WHERE id = ?", (facts["bob"],)).fetchone()
+                file.execute(f"INSERT INTO accounts VALUES (?{', ?' * len(columns)})", (ROB, *columns))
     else:
         url = request.getfixturevalue("redis_url")
         with redis.Redis.from_url(url) as client:
             client.flushall()
             for command in json.loads((FILES / "store.redis.json").read_text()):
                 client.execute_command(*(part.encode("latin-1") for part in command))
+            if rob:
+                client.sadd("hearth:accounts", ROB)
+                client.copy(f"hearth:{{{facts['bob']}}}", f"hearth:{{{ROB}}}")
     opened = open_store(url, lambda: facts["now_s"])
     await opened.ping()
     yield opened
@@ -76,6 +97,28 @@ async def test_accounts_and_plans_are_read(service: AccountService, facts: dict[
         notices=Notices("https://ann.example/hook", (0.5, 1.0)),
     )
     assert (bob.name, bob.plan.name, bob.suspended_at) == ("bob", "default", int(facts["now_s"]))
+
+
+async def test_accounts_are_found_by_the_names_that_they_had(service: AccountService, facts: dict[str, Any]) -> None:
+    assert (await service.find('änn "a"')).id == facts["ann"]
+    assert (await service.find("bob")).id == (await service.find(facts["bob"])).id == facts["bob"]
+    with pytest.raises(NameInUse) as taken:
+        await service.create("Bob")
+    assert taken.value.account_id == facts["bob"]
+
+
+@pytest.mark.parametrize("rob", [True])
+async def test_a_name_that_two_accounts_have_is_refused_with_their_ids(
+    service: AccountService, facts: dict[str, Any]
+) -> None:
+    with pytest.raises(AmbiguousName, match=facts["bob"]) as refused:
+        await service.find("bob")
+    assert ROB in str(refused.value)
+    with pytest.raises(NameInUse):
+        await service.create("bob")
+    assert (await service.purge_cache(ROB)).name == "bob"
+    await service.update(ROB, lambda account: structs.replace(account, name="rob"))
+    assert (await service.find("bob")).id == facts["bob"]
 
 
 async def test_tokens_open_what_they_opened(service: AccountService, facts: dict[str, Any]) -> None:

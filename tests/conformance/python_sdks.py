@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import cloudflare
@@ -15,12 +15,13 @@ from tests.conformance.server import Target
 
 ASK: Any = [{"role": "user", "content": "Hello! Who are you?"}]
 WEATHER: Any = [{"role": "user", "content": "What's the weather in Paris?"}]
-PARAMETERS: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY: Any = {"type": "string", "enum": ["Paris", "Oslo"]}  # answers end soon, whatever the model makes of a question
+PARAMETERS: Any = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
 FLAT: Any = {"name": "get_weather", "description": "Get the current weather in a city.", "parameters": PARAMETERS}
 TOOL: Any = {"type": "function", "function": FLAT}
 SHAPE: Any = {
     "type": "object",
-    "properties": {"city": {"type": "string"}, "rainy": {"type": "boolean"}},
+    "properties": {"city": CITY, "rainy": {"type": "boolean"}},
     "required": ["city", "rainy"],
     "additionalProperties": False,
 }
@@ -30,7 +31,7 @@ Case = Callable[[Any, Target], None]
 
 
 class Weather(pydantic.BaseModel):
-    city: str
+    city: Literal["Paris", "Oslo"]
     rainy: bool
 
 

@@ -70,3 +70,15 @@ def test_every_client_and_subject_has_its_snippet() -> None:
     for said in ("curl", "OpenAI(", "Anthropic(", "Cloudflare(", "stream", "tools", "json_schema", "embeddings"):
         assert said in sources
     assert sum(snippet.prints is None for snippet in found) == 2
+    assert not [snippet for snippet in found if snippet.prints in (r"\w", "")], "an answer that nobody judges"
+
+
+def test_the_readmes_first_curl_runs_as_it_stands(hearth_target: Target) -> None:
+    page = (PAGE.parents[1] / "README.md").read_text()
+    (source,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "curl -sN" in block]
+    command = f'hearth() {{ {sys.executable} -m gateway.cli "$@"; }}\n' + source.replace(".venv/bin/hearth", "hearth")
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=hearth_target.hearth.folder, capture_output=True, text=True, timeout=120
+    )
+    pieces = re.findall(r'"response":"([^"]*)"', done.stdout)
+    assert "QUILL-4821" in "".join(pieces), done.stdout + done.stderr

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import secrets
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -49,7 +50,8 @@ def item(pick: random.Random) -> dict[str, Any]:
 
 async def measure(hearth: Hearth, rounds: int, requests: int, queued: int, seed: int = 0) -> Seen:
     """Live requests and queued ones are of two accounts."""
-    (_, live), (_, behind) = hearth.account("live", *PLENTY), hearth.account("behind", *PLENTY)
+    names = [f"{name} {secrets.token_hex(3)}" for name in ("live", "behind")]  # of this time's own
+    (_, live), (_, behind) = (hearth.account(name, *PLENTY) for name in names)
     order, seen = random.Random(seed), Seen()
     async with client_of(hearth, live) as client, client_of(hearth, behind) as batches:
         per_s = PART / statistics.mean([await one(client, item(order)) for _ in range(PROBES)])

@@ -82,14 +82,14 @@ BREAKS: Final[dict[str, Callable[[], None]]] = {
 
 def break_children(name: str) -> None:
     """Lets `hearth serve` start its gateway with the same fault."""
-    start = serve.ServeProcess
+    start = serve.ChildProcess
 
-    def broken(process: str, command: Sequence[str], *others: Any) -> serve.ServeProcess:
+    def broken(process: str, command: Sequence[str], *others: Any) -> serve.ChildProcess:
         at = command.index("-m") + 1
         words = ["tests.end_to_end.broken", name] if command[at] == "gateway.cli" else [command[at]]
         return start(process, [*command[:at], *words, *command[at + 1 :]], *others)
 
-    serve.ServeProcess = broken  # type: ignore[assignment, misc]
+    serve.ChildProcess = broken  # type: ignore[assignment, misc]
 
 
 if __name__ == "__main__":

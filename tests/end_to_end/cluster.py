@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -60,19 +61,20 @@ class Death:
 
 @dataclass
 class Cluster:
-    """All that runs. `deaths` are those of gateways, killed on purpose."""
+    """All that runs. `deaths` are those of gateways, killed or hurried on purpose."""
 
     folder: Path
     redis: RedisServer
     line: "subprocess.Popen[str]"
     ports: list[int]
+    store_url: str
     program: Sequence[str] = ("-m", "gateway.cli")
     deaths: list[Death] = field(default_factory=list)
     _gateways: "dict[int, subprocess.Popen[bytes]]" = field(default_factory=dict)
 
     def store(self, clock: Callable[[], float] | None = None) -> Store:
         """Straight to Redis, past the slow line."""
-        return open_store(self.redis.url, clock)
+        return open_store(self.store_url, clock)
 
     async def tenants(self, limits: Sequence[tuple[Limits, Limits]]) -> list[Tenant]:
         """New accounts, of such limits and such of their token."""
@@ -80,7 +82,7 @@ class Cluster:
         accounts = AccountService(store, server_secret(load_config(self.folder / "hearth.toml")))
         made = []
         for number, (of_account, of_token) in enumerate(limits):
-            account = await accounts.create(f"tenant-{number}", of_account)
+            account = await accounts.create(f"tenant-{number}-{secrets.token_hex(3)}", of_account)
             token, text = await accounts.mint(account.id, "chaos", limits=of_token)
             made.append(Tenant(account.id, token.id, text, account.limits, of_token))
         await store.close()
@@ -117,14 +119,28 @@ class Cluster:
         self._gateways[gateway].kill()
         self._gateways[gateway].wait()
 
-    async def drain_gateways(self) -> None:
-        """Ends them as an operator does; each must end well."""
-        for process in self._gateways.values():
+    async def drain_gateways(self, *chosen: int, hurried: bool = False) -> None:
+        """Ends them, or those that are named, as an operator does, who may have no time for streams to end; each must
+        end well."""
+        ending = {gateway: self._gateways[gateway] for gateway in chosen or tuple(self._gateways)}
+        for process in ending.values():
             process.send_signal(signal.SIGTERM)
-        for gateway, process in self._gateways.items():
+        for gateway, process in ending.items() if hurried else ():
+            await until(lambda gateway=gateway: self._drains(gateway), 30, "it drains")
+            self.deaths.append(Death(gateway, time.monotonic()))  # a call that is on its way then is cut
+            process.send_signal(signal.SIGTERM)
+        for gateway, process in ending.items():
             status = await asyncio.to_thread(process.wait, 30)
             assert status == 0, (gateway, status, self._said(gateway))
-        self._gateways.clear()
+            del self._gateways[gateway]
+
+    async def _drains(self, gateway: int) -> bool:
+        """Whether it takes no new calls any more."""
+        try:
+            async with httpx.AsyncClient() as client:
+                return (await client.get(f"http://127.0.0.1:{self.ports[gateway]}/readyz")).status_code == 503
+        except httpx.TransportError:
+            return True
 
     def outbox(self) -> list[Path]:
         """Settlements that wait for the store."""
@@ -137,17 +153,24 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(folder: Path, program: Sequence[str] = ("-m", "gateway.cli")) -> AsyncIterator[Cluster]:
-    """Ready to answer. `program` is what python runs as `hearth`."""
+async def cluster(
+    folder: Path,
+    program: Sequence[str] = ("-m", "gateway.cli"),
+    store_url: str = "",
+    server: str = "",
+    flaky: bool = True,
+) -> AsyncIterator[Cluster]:
+    """Ready to answer. `program` is what python runs as `hearth`; `store_url` is of a store other than that Redis;
+    `server` are more lines of [server]; unless they are `flaky`, replicas never fail."""
     redis = RedisServer(folder)
     redis.start()
     line_port = free_port()
     ports = [free_port(), free_port()]
-    (folder / "hearth.toml").write_text(_settings(folder, line_port))
-    options = json.dumps({"folder": str(folder), "replicas": 2, "step_s": 0.03})
+    (folder / "hearth.toml").write_text(_settings(folder, store_url or f"redis://127.0.0.1:{line_port}/0", server))
+    options = json.dumps({"folder": str(folder), "replicas": 2, "step_s": 0.03, "flaky": flaky})
     try:
         with _helper("slow_line", str(line_port), str(redis.port)) as line, _helper("flaky_fleet", options):
-            running = Cluster(folder, redis, line, ports, program)
+            running = Cluster(folder, redis, line, ports, store_url or redis.url, program)
             try:
                 await asyncio.gather(*(running.start_gateway(gateway) for gateway in range(len(ports))))
                 yield running
@@ -175,14 +198,15 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
 
 
-def _settings(folder: Path, line_port: int) -> str:
+def _settings(folder: Path, store_url: str, server: str) -> str:
     return f"""
 [store]
-url = "redis://127.0.0.1:{line_port}/0"
+url = "{store_url}"
 [machine]
 address = "unix:{folder / "machine.sock"}"
 [server]
 drain_s = 5
+{server}
 [[models]]
 name = "{MODEL}"
 folder = "{ROOT / "engine" / "builtin_model"}"

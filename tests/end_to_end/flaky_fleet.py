@@ -1,6 +1,6 @@
 """Stub replicas in a process of their own, of whose sequences a few in a hundred fail or take their connection along.
 
-python -m tests.end_to_end.flaky_fleet '{"folder": …, "replicas": 2, "step_s": 0.03}'
+python -m tests.end_to_end.flaky_fleet '{"folder": …, "replicas": 2, "step_s": 0.03, "flaky": true}'
 """
 
 import asyncio
@@ -47,7 +47,8 @@ async def main(folder: Path, options: dict[str, Any]) -> None:
     fleet = StubFleet(folder)
     fleet.behaviour = Behaviour(step_s=options["step_s"])
     paths = [folder / f"replica-{n}.sock" for n in range(options["replicas"])]
-    fleet.replicas = [FlakyReplica(path, fleet.behaviour) for path in paths]
+    replica = FlakyReplica if options["flaky"] else StubReplica
+    fleet.replicas = [replica(path, fleet.behaviour) for path in paths]
     async with fleet.serving():
         print("ready", flush=True)
         await asyncio.Event().wait()

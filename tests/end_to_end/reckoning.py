@@ -192,7 +192,7 @@ def complain(visit: Visit, record: UsageRecord | None, prompt_tokens: int, orpha
         return "it has no record" if visit.tokens or visit.end is End.DONE else ""
     if visit.end is End.REFUSED:
         return "it was refused and has a record"
-    if visit.end is End.AWAY and record.micro_neurons:
+    if visit.end is End.AWAY and record.micro_neurons and record.outcome != "draining":  # a replica had begun with it
         return "it was not served and was charged"
     if record.completion_tokens > visit.max_tokens:
         return "it was charged for more than it asked"

@@ -88,8 +88,8 @@ def test_unknown_models_and_routes_are_named(hearth: Hearth) -> None:
     assert (model.status_code, model.json()["errors"][0]["code"]) == (400, 5007), model.text
     assert route.status_code == 404
     assert method.status_code == 405
-    assert openai.status_code == 400
-    assert openai.json()["error"]["message"]
+    assert openai.status_code == 404
+    assert openai.json()["error"]["code"] == "model_not_found"
     assert openai.json()["success"] is False
 
 

@@ -10,8 +10,9 @@ import psutil
 import pytest
 
 from gateway.batch.worker import LEASE_S
+from tenants.limits.quota import HOLD_S
 from tenants.open import open_store
-from tenants.records.usage import MICRO, UsageRecord, day_of
+from tenants.records.usage import EXPIRED, MICRO, UsageRecord, day_of
 from tests.end_to_end.beside_queue import measure
 from tests.end_to_end.conftest import EMBER, Hearth, serving
 from tests.end_to_end.ledger import read_totals
@@ -78,7 +79,8 @@ def test_a_batch_outlives_its_gateway_and_every_request_of_it_is_charged_once(tm
         kept = poll(client, other)
         assert kept["status"] == "cancelled"
         assert len(kept["responses"]) == cancelled["requests"]["succeeded"]
-        assert read_totals(tmp_path, hearth.account_id).open == 0
+        # A request of the cancelled batch may have run as the gateway was killed: its hold ends when nobody renews it.
+        wait_for(lambda: read_totals(tmp_path, hearth.account_id).open == 0, HOLD_S + 30, "no hold is left")
     found = {record.request_id: record for record in records(tmp_path, hearth.account_id)}
     own = [found[f"{request_id}-{n}"] for n in range(REQUESTS)]
     assert {record.outcome for record in own} == {"done"}
@@ -88,7 +90,7 @@ def test_a_batch_outlives_its_gateway_and_every_request_of_it_is_charged_once(tm
     ]
     assert result["usage"]["total_tokens"] == sum(one["total_tokens"] for one in told)
     others = [record for id, record in found.items() if id.startswith(other)]
-    assert {one.outcome for one in others} <= {"done", "cancelled"}
+    assert {one.outcome for one in others} <= {"done", "cancelled", EXPIRED}
     assert len(others) >= cancelled["requests"]["succeeded"]
     assert len(found) == len(own) + len(others) == read_totals(tmp_path, hearth.account_id).requests
 

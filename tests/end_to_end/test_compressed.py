@@ -32,7 +32,7 @@ def test_a_compressed_model_answers_token_for_token_as_its_original(tmp_path: Pa
     assert all(told[EMBER])
     assert told[PACKED] == told[EMBER]
     expand_folder(tmp_path / "packed", tmp_path / "back", torch.device("cpu"))
-    names = [name for name in os.listdir(WEIGHTS) if name != ".hearth"]
+    names = [path.name for path in WEIGHTS.iterdir() if path.is_file()]
     assert filecmp.cmpfiles(WEIGHTS, tmp_path / "back", names, shallow=False) == (names, [], [])
 
 

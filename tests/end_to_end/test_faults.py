@@ -28,25 +28,19 @@ def own(tmp_path: Path) -> Iterator[Hearth]:
         yield running
 
 
-def test_a_replica_killed_mid_stream_ends_it_with_an_error_and_comes_back(own: Hearth) -> None:
+def test_a_stream_whose_only_replica_is_killed_goes_on_when_it_is_back(own: Hearth) -> None:
     (replica,) = own.replicas()
+    asked = {**LONG, "seed": 5, "max_tokens": 200}
+    with own.client() as client:
+        calm = client.post(f"/ai/run/{EMBER}", json=asked).text
     body = b""
-    with own.client() as client, client.stream("POST", f"/ai/run/{EMBER}", json=LONG) as said:
+    with own.client() as client, client.stream("POST", f"/ai/run/{EMBER}", json=asked) as said:
         for piece in said.iter_raw():
             if not body:
                 replica.kill()
-                killed = time.monotonic()
             body += piece
-    assert time.monotonic() - killed < 20
-    *_, last = events(body.decode())
-    assert last["success"] is False, last
-    assert last["errors"][0]["message"]
-
-    def again() -> bool:
-        with own.client() as client:
-            return client.post(f"/ai/run/{EMBER}", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200
-
-    wait_for(again, 30, "the restarted replica answers")
+    texts = ["".join(event.get("response") or "" for event in events(each)) for each in (calm, body.decode())]
+    assert texts[0] == texts[1]
     assert own.replicas()[0].pid != replica.pid
 
 

@@ -71,8 +71,7 @@ def test_a_schema_holds_the_answer_streamed_or_not(open_ai: openai.OpenAI, claud
         assert said.keys() == {"name", "kind"}
         assert said["kind"] in ("model", "person")
         assert len(said["name"]) <= 8
-    with pytest.raises(openai.BadRequestError, match="JSON Mode couldn't be met"):
-        open_ai.responses.create(**asked, max_output_tokens=3)
+    assert open_ai.responses.create(**asked, max_output_tokens=3).status == "incomplete"
     format["schema"] = {"type": "no type"}
     with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema"):
         open_ai.responses.create(**asked)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import cloudflare
 import openai
@@ -11,7 +12,6 @@ from tests.end_to_end.conftest import EMBER, Hearth, events
 from tests.support.sdks import client_of
 
 ASK = [{"role": "user", "content": "Hello! Who are you?"}]
-UNSURE = [{"role": "user", "content": "qux Zebra 77 plonk, harbour?? tell tell story mirror"}]
 
 
 @pytest.fixture(params=["account path", "short path"])
@@ -47,7 +47,8 @@ def test_openai_streams_what_it_answers(open_ai: openai.OpenAI) -> None:
 
 def test_openai_n_choices_are_reproducible_by_seed(open_ai: openai.OpenAI) -> None:
     def draw() -> list[str | None]:
-        said = open_ai.chat.completions.create(model=EMBER, messages=UNSURE, temperature=2, seed=7, n=3, max_tokens=60)
+        asked: Any = {"model": EMBER, "messages": ASK, "temperature": 2, "seed": 7, "n": 3, "max_tokens": 60}
+        said = open_ai.chat.completions.create(**asked, extra_body={"ignore_eos": True})  # where it is sure of nothing
         assert [choice.index for choice in said.choices] == [0, 1, 2]
         return [choice.message.content for choice in said.choices]
 

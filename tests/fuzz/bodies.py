@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gateway.api.dialect import GenerationRequest
 from gateway.api.routes import dialect_routes
-from gateway.catalogue.catalogue import Catalogue, open_catalogue
+from gateway.catalogue.catalogue import Catalogue, UnknownModel, open_catalogue
 from gateway.config import load_config
 from gateway.errors import ApiError
 from gateway.http import sse
@@ -171,7 +171,8 @@ def _places(body: Any) -> list[tuple[Any, Any]]:
 
 
 def read(path: str, query: bytes, body: bytes) -> bool:
-    """Whether it is what may be asked: then its text is encoded too. Any error but a refusal comes through."""
+    """Whether it is what may be asked: then its text is encoded too. Any error but a refusal comes through; a model
+    that is not there is one, which the caller puts into words."""
     try:
         run_options({}, query)
         asked = DIALECTS[path](body, query, None, 7)
@@ -186,6 +187,6 @@ def read(path: str, query: bytes, body: bytes) -> bool:
         if not 400 <= refusal.status < 500 or not refusal.message:
             raise
         return False
-    except TokenizationError:
+    except (TokenizationError, UnknownModel):
         return False
     return True

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gateway.api.dialect import GenerationRequest
 from gateway.http import sse
-from gateway.inference.reply import Reply, ToolUse, Usage
+from gateway.inference.reply import Reply, RunningUsage, ToolUse, Usage
 from tests.fuzz.bodies import DIALECTS, MODEL, SCHEMA
 
 USER: Final = [{"role": "user", "content": "hi"}]
@@ -63,7 +63,7 @@ def reply_of(path: str) -> Reply:
 def written(path: str, data: bytes) -> tuple[bytes, Told]:
     """A whole stream: thoughts where a dialect has a place for them, then text, then calls, each in pieces."""
     reply, told = reply_of(path), Told()
-    events = [reply.begin(5, 2)]
+    events = [reply.begin(RunningUsage(5, 2))]
     speaks = path != "/v1/completions"
     pieces, which = _cut(data), 0
     for kind, text in pieces:

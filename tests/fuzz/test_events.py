@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import errors
+from gateway.inference.reply import RunningUsage
 from tests.fuzz.events import PIECES, STREAMED, Told, check, events_of, read, reply_of
 
 
@@ -19,21 +20,23 @@ def test_what_is_streamed_is_what_is_read(path: str, data: bytes) -> None:
 def test_no_piece_of_text_ends_its_event(path: str) -> None:
     for piece in PIECES:
         reply = reply_of(path)
-        whole = "".join([reply.begin(1, 0).decode(), reply.text(0, piece, []).decode()]).encode()
+        whole = "".join([reply.begin(RunningUsage(1)).decode(), reply.text(0, piece, []).decode()]).encode()
         kinds = events_of(whole)
-        assert len(kinds) == len(events_of(reply_of(path).begin(1, 0))) + len(events_of(_text_alone(path, piece)))
+        assert len(kinds) == len(events_of(reply_of(path).begin(RunningUsage(1)))) + len(
+            events_of(_text_alone(path, piece))
+        )
 
 
 def _text_alone(path: str, piece: str) -> bytes:
     reply = reply_of(path)
-    reply.begin(1, 0)
+    reply.begin(RunningUsage(1))
     return reply.text(0, piece, [])
 
 
 @pytest.mark.parametrize("path", STREAMED)
 def test_a_failure_is_events_too(path: str) -> None:
     refusal = errors.failed("line one\nline two\r\n\r\ndata: [DONE]\n\n\u2028")
-    events = events_of(reply_of(path).begin(1, 0) + reply_of(path).fail(refusal, "the-id"))
+    events = events_of(reply_of(path).begin(RunningUsage(1)) + reply_of(path).fail(refusal, "the-id"))
     assert any("the-id" in data for _, data in events)
 
 

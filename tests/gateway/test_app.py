@@ -8,7 +8,11 @@ from urllib.parse import quote
 
 import pytest
 
+from gateway.config import Config, SettingsError
+from gateway.tenancy import open_tenancy
 from tenants.store.protocol import StoreUnavailable
+from tenants.store.settings import StoreConfig
+from tests.support.admin_api import same
 from tests.support.served_gateway import Client, Served, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -64,10 +68,11 @@ async def test_credentials_decide(tmp_path: Path) -> None:
         for path, authorization, status, code in cases:
             answer = await gateway.call(path, HELLO, authorization=authorization)
             assert (answer.status, answer.code) == (status, code), (path, authorization)
-            assert list(answer.json) == ["result", "success", "errors", "messages"]
+            assert list(answer.json) == ["result", "success", "errors", "messages", "error"]
             assert answer.json["result"] is None
+            assert answer.json["error"]["message"] == f"{answer.message} ({answer.headers['x-request-id']})"
         one, two = [await gateway.call(path, HELLO) for path in (elsewhere, nowhere)]
-        assert one.content == two.content
+        assert same(one) == same(two)
         assert not gateway.fleet.submits
 
 
@@ -135,7 +140,7 @@ async def test_openai_errors_carry_both_shapes_on_their_paths(tmp_path: Path) ->
         assert answer.json["result"] == {}
         refused = await gateway.call("/v1/chat/completions", {}, authorization="")
         assert (refused.status, refused.json["error"]["code"], refused.code) == (401, "invalid_api_key", 10000)
-        assert "error" not in (await gateway.run(prompt=1)).json
+        assert (await gateway.run(prompt=1)).json["error"]["param"] == "prompt"
 
 
 @looped
@@ -278,3 +283,9 @@ async def test_a_store_that_is_away_is_told_to_the_operator_once(
         told = [record for record in caplog.records if record.getMessage().startswith("store_")]
         assert [record.getMessage() for record in told] == ["store_away", "store_back"]
         assert told[0].fields == {"problem": "hearth.db: its disk is full; free some space"}  # type: ignore[attr-defined]
+
+
+def test_a_store_url_that_cannot_be_is_a_setting_that_is_wrong(tmp_path: Path) -> None:
+    config = Config(state_folder=str(tmp_path), store=StoreConfig(url="sentinel://a,b"))
+    with pytest.raises(SettingsError, match=r"^\[store\] of hearth.toml: .* lacks the name"):
+        open_tenancy(config, b"secret")

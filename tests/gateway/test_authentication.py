@@ -1,6 +1,5 @@
 """gateway/authentication.py: the answer to a credential that opens nothing, and how often one may come."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,20 @@ async def ask(gateway: Served, authorization: str = JUNK, **headers: str) -> Ans
 
 @looped
 async def test_junk_is_401_in_every_dialect_with_the_scheme_to_use(tmp_path: Path) -> None:
-    kinds: dict[str, Callable[[Answer], str]] = {
-        "/v1/chat/completions": lambda answer: answer.json["error"]["type"],
-        "/v1/messages": lambda answer: answer.json["error"]["type"],
-        "/ai/run/@cf/any": lambda answer: "authentication_error" if answer.json["result"] is None else "",
-        "/v1/models": lambda answer: answer.json["error"]["type"],
-        "/client/v4/user/tokens/verify": lambda answer: "authentication_error" if not answer.json["success"] else "",
+    kinds = {
+        "/v1/chat/completions": "invalid_request_error",
+        "/v1/messages": "authentication_error",
+        "/ai/run/@cf/any": "invalid_request_error",
+        "/v1/models": "invalid_request_error",
+        "/client/v4/user/tokens/verify": "invalid_request_error",
     }
     async with served(tmp_path) as gateway:
         for path, kind in kinds.items():
             method = "GET" if path.endswith(("models", "verify")) else "POST"
             for headers in ({"authorization": JUNK}, {"authorization": "", "x_api_key": "junk"}):
                 answer = await gateway.call(path, CHAT, method, **headers)
-                assert (answer.status, answer.code, kind(answer)) == (401, 9106, "authentication_error"), path
+                assert (answer.status, answer.code, answer.json["error"]["type"]) == (401, 9106, kind), path
+                assert (answer.json["result"], answer.json["success"]) == (None, False), path
                 assert answer.headers["www-authenticate"] == "Bearer"
 
 

@@ -1,5 +1,4 @@
 import asyncio
-import importlib.metadata
 import json
 import os
 import shlex
@@ -15,11 +14,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.process.files import fingerprint
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
+from gateway import __version__
+from gateway.catalogue.catalogue import model_entries
 from gateway.cli import COMMANDS, main, parse
 from gateway.commands.access.first_account import first_call
 from gateway.commands.access.gateway_client import base_url
-from gateway.commands.serve import LOG_BYTES_MAX, trim
+from gateway.commands.checks.models import machines
 from gateway.config import ServerConfig, load_config
 from gateway.state_dir import Credentials, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import AccountService
@@ -124,7 +126,7 @@ def test_settings_and_state_are_named_before_or_behind_the_action(
 
 
 def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--version") == f"hearth {importlib.metadata.version('hearth')}\n"
+    assert run(capsys, "--version") == f"hearth {__version__}\n"
 
 
 def test_help_is_quick_since_it_imports_no_command() -> None:
@@ -297,11 +299,46 @@ def test_a_running_replicas_memory_is_shown_and_a_dead_ones_is_not(
     assert (running["kv_pool_tokens"], running["driver_and_others_bytes"]) == (16000, 3 << 30)
     shown = run(capsys, "models", "show", "@cf/hearth/ember")
     assert f"running as process {os.getpid()} on NVIDIA H200, as" in shown
-    assert "kv pool                  100.0 GiB" in shown
+    assert "kv pool 100.0 GiB" in " ".join(shown.split())
+
+
+def test_what_a_replica_does_otherwise_than_asked_is_said_by_list_show_and_doctor(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, remark = load_config(), "computes in float32: in bfloat16 this processor varies"
+    config.run_folder.mkdir(parents=True)
+    memory = MemoryReport(
+        model="@cf/hearth/ember", pid=os.getpid(), device="cpu", device_bytes=1 << 30, weights_bytes=1, kv_blocks=1,
+        kv_block_tokens=16, kv_bytes=1, free_bytes=1, note=remark,
+    )  # fmt: skip
+    (config.run_folder / f"a-0{MEMORY_REPORT_SUFFIX}").write_bytes(msgspec.json.encode(memory))
+    assert remark in run(capsys, "models", "list")
+    assert f"note {remark}" in " ".join(run(capsys, "models", "show", "@cf/hearth/ember").split())
+    assert f"@cf/hearth/ember {remark}" in [finding.found for finding in machines(config, model_entries(config))]
+
+
+def test_new_weights_in_the_folder_of_a_model_that_runs_are_said_by_list_show_and_doctor(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, folder = load_config(), state / "weights"
+    config.run_folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.safetensors").write_bytes(b"first")
+    memory = MemoryReport(
+        model="@cf/hearth/ember", pid=os.getpid(), device="cpu", device_bytes=1 << 30, weights_bytes=1, kv_blocks=1,
+        kv_block_tokens=16, kv_bytes=1, free_bytes=1, folder=str(folder), weights=fingerprint(folder.glob("*")),
+    )  # fmt: skip
+    (config.run_folder / f"a-0{MEMORY_REPORT_SUFFIX}").write_bytes(msgspec.json.encode(memory))
+    commands, stale = (("models", "list"), ("models", "show", "@cf/hearth/ember")), "that its folder had before"
+    assert not any(stale in run(capsys, *words) for words in commands)
+    (folder / "model.safetensors").write_bytes(b"other")
+    assert all(stale in run(capsys, *words) for words in commands)
+    (finding,) = (finding for finding in machines(config, model_entries(config)) if stale in finding.found)
+    assert "hearth models remove" in finding.advice
 
 
 def test_secrets_are_for_this_user_alone(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(capsys, "accounts", "list")
+    run(capsys, "accounts", "create", "acme")
     config = load_config()
     write_credentials(config, Credentials("http://127.0.0.1:1", "a", "t"))
     for path in (config.secret_path, config.credentials_path):
@@ -500,20 +537,8 @@ def test_a_gateway_whose_port_is_taken_says_what_to_do(state: Path) -> None:
     assert "--port names another" in ended.stderr
 
 
-def test_a_log_is_cut_while_its_writer_goes_on(tmp_path: Path) -> None:
-    log = tmp_path / "gateway.log"
-    with open(log, "ab", buffering=0) as writer:
-        writer.write(b"x" * (LOG_BYTES_MAX + 1))
-        trim(log)
-        writer.write(b"new\n")
-    assert log.read_bytes() == b"new\n"
-    assert (tmp_path / "gateway.log.1").stat().st_size == LOG_BYTES_MAX + 1
-    trim(log)
-    assert log.read_bytes() == b"new\n"
-
-
 def test_a_state_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
-    for words in (["accounts", "list"], ["serve"]):
+    for words in (["accounts", "create", "acme"], ["serve"]):
         assert main([*words, "--state", str(tmp_path / "file" / "state")]) == 1
         assert "--state names another folder" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def test_options_lie_over_the_file(tmp_path: Path) -> None:
         ("[server]\nprot = 1", "prot"),
         ("[server]\nport = 70000", "port"),
         ("[server]\nport = '80'", "port"),
-        ("[[models]]\nname = 'llama'", "name"),
+        ("[[models]]\nname = '-llama'", "name"),
         ("[[models]]\nname = '@cf/a/../b'", "name"),
         ("[[models]]\nname = '@cf/a/b'\n[[models]]\nname = '@cf/a/b'", "@cf/a/b"),
         ("[machine]\ndevice = 'tpu'", "device"),

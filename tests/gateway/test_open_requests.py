@@ -234,7 +234,7 @@ async def test_a_change_at_one_gateway_ends_streams_of_another_within_five_secon
     monkeypatch.setattr(open_requests, "CHECK_S", CHECK_S)
     async with (
         served(folder(tmp_path / "a"), store_url=store_url) as first,
-        served(folder(tmp_path / "b"), store_url=store_url) as second,
+        served(folder(tmp_path / "b"), store_url=store_url, account_name="second") as second,
     ):
         _, admin = await first.accounts.mint(
             first.account_id, "admin", grant=Grant(permissions=(Permission.ACCOUNT_ADMIN,))

@@ -5,15 +5,15 @@ from pathlib import Path
 from tests.support.served_gateway import Answer, looped, served
 from tests.support.stub_replica import MODEL
 
-ENVELOPE = {"result", "success", "errors", "messages"}
+ENVELOPE = {"result", "success", "errors", "messages"}  # beside which every body has `error`
 
 
 def form(answer: Answer) -> str:
-    """The API whose error this is."""
-    keys = set(answer.json)
-    if keys == ENVELOPE:
-        return "cloudflare"
-    return "anthropic" if answer.json.get("type") == "error" else "openai" if "error" in keys else "?"
+    """The API whose error this is, by what its body begins with."""
+    first, *keys = answer.json
+    if {first, *keys} == {*ENVELOPE, "error"}:
+        return "openai" if first == "error" else "cloudflare" if keys[-1] == "error" else "?"
+    return "anthropic" if answer.json.get("type") == "error" else "?"
 
 
 @looped

@@ -28,7 +28,7 @@ def test_any_history_agrees_with_the_brute_force_model(first: int) -> None:
 
 # What one of the sources says, and what the broken build says instead. The modules are in the order in which they need
 # each other.
-MODULES = ("namespace", "lazy_heap", "radix", "shares", "tree")
+MODULES = ("namespace", "lazy_heap", "names", "tier", "radix", "shares", "tree")
 BREAKS = {
     "scopes share a root": (
         "root = self._root_of(namespace, policy)",
@@ -58,7 +58,7 @@ BREAKS = {
         "root = NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch))",
         "root = self._roots.setdefault(namespace, NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch)))",
     ),
-    "a lookup does not pin": ("            root.pin(node, now_s)\n", "            pass\n"),
+    "a lookup does not pin": ("            root.pin(reached, now_s)\n", "            pass\n"),
     "a duplicate is not pinned": ("            root.pin(node, self._operation_s)\n", ""),
     "only the end of a path is unpinned": ("for node in lease._node.path():", "for node in [lease._node, root]:"),
     "a split forgets who reads the upper part": ("lower.blocks[:blocks], lower.pins,", "lower.blocks[:blocks], 0,"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.block_pool import BlockPool
+from engine.kv_blocks.block_pool import BlockPool
 from prefixcache import tree as module
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
 from prefixcache.tree import Lease
@@ -204,6 +204,26 @@ def test_a_newer_epoch_wipes_the_scope_and_an_older_one_finds_nothing(tree: Tree
     account.free(tree.sweep(9))
     assert tree.counters["evicted_epoch_blocks"] == 9
     assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 16
+    tree.check()
+
+
+def test_raised_epochs_wipe_what_is_older_without_a_lookup(tree: Tree, account: BlockPool) -> None:
+    running = fill(tree, account, namespace(), run(0, 16))
+    behind = namespace()._replace(behind=3)
+    tree.release(fill(tree, account, behind, run(100, 16)))
+    other = namespace()._replace(scope_id=b"o" * 16)
+    tree.release(fill(tree, account, other, run(200, 16)))
+    tree.raise_epochs({namespace().scope_id: 2, b"unknown": 5})
+    tree.check()
+    assert tree.match(other, run(200, 16)).tokens == 16
+    assert [tree.match(space, run(at, 16)).tokens for space, at in ((namespace(), 0), (behind, 100))] == [0, 0]
+    assert tree.match(namespace(epoch=1), run(0, 16)).tokens == 0, "a late caller's"
+    tree.release(running)
+    account.free(tree.sweep(9))
+    assert tree.counters["evicted_epoch_blocks"] == 8
+    tree.release(fill(tree, account, namespace(epoch=2), run(0, 16)))
+    tree.raise_epochs({namespace().scope_id: 2})
+    assert tree.match(namespace(epoch=2), run(0, 16)).tokens == 16
     tree.check()
 
 

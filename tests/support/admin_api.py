@@ -29,6 +29,7 @@ BATCH: Final = "00000000-0000-4000-8000-000000000000"  # ann's
 BODIES: Final[dict[str, Any]] = {
     "AccountChange": {},
     "Limits": {},
+    "MachineChange": {"drained": False},
     "NewAccount": {"name": "made by the matrix"},
     "PlanContent": {},
     "Rolled": {},
@@ -186,6 +187,7 @@ def filled(path: str, account_id: str, token_id: str = "A" * 11, plan: str = "sp
         .replace("{token_id}", token_id)
         .replace("{plan}", plan)
         .replace("{request_id}", BATCH)
+        .replace("{machine}", "stub")
         .replace("{model}", MODEL)
     ) + asked
 

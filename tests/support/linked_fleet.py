@@ -5,11 +5,11 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from engine.protocol.frames import Submit
+from engine.protocol.frames import PROTOCOL_VERSION, Submit
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from gateway.cluster.client import ReplicaClient, pack_token_ids
+from gateway.cluster.client import ReplicaClient
 from gateway.cluster.fleet import ReplicaFleet
-from gateway.cluster.stream import OutputDelta, ReplicaStream
+from gateway.cluster.stream import OutputDelta, ReplicaStream, pack_token_ids
 from tests.support.stub_replica import MODEL, StubFleet
 from tests.support.waiting import until
 
@@ -18,11 +18,21 @@ SCOPE = b"s" * 16
 
 
 @contextlib.asynccontextmanager
-async def connected(folder: Path, replicas: int = 1) -> AsyncIterator[tuple[StubFleet, ReplicaFleet]]:
+async def connected(
+    folder: Path,
+    replicas: int = 1,
+    newest_protocol: int = PROTOCOL_VERSION,
+    route_key: bytes = b"",
+    names_prefixes: bool = True,
+    polled: bool = False,
+) -> AsyncIterator[tuple[StubFleet, ReplicaFleet]]:
     """A stub machine with its replicas, and a fleet that knows them."""
     stub = StubFleet(folder, replicas)
+    stub.behaviour.newest_protocol, stub.behaviour.names_prefixes = newest_protocol, names_prefixes
+    stub.behaviour.polled = polled
     async with stub.serving():
         fleet = ReplicaFleet([stub.address])
+        fleet.route_key = route_key
         task = asyncio.create_task(fleet.run())
         try:
             await until(lambda: sum(seen.ready for seen in fleet.replicas()) == replicas)

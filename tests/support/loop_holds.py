@@ -1,13 +1,20 @@
-"""How long the loop's turns hold it, in the processor's time of its thread: a busy machine changes nothing."""
+"""How long the loop's turns hold it, in the processor's time of its thread.
+
+What else a machine does only adds to it: cold caches, new pages of memory, a core that is shared with another machine.
+The least of some attempts is what the code itself takes.
+"""
 
 import asyncio
 import contextlib
+import gc
+import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
 TURN_S: Final = 0.001
+ATTEMPTS: Final = 3
 
 
 @dataclass
@@ -19,7 +26,9 @@ class LoopHolds:
 
 @contextlib.asynccontextmanager
 async def loop_holds() -> AsyncIterator[LoopHolds]:
-    """Measures while its block runs."""
+    """Measures while its block runs. As in a server, collections do not go through what was there before: in a process
+    of tests that is a lot."""
+    gc.freeze()
     holds, loop, before_s = LoopHolds(), asyncio.get_running_loop(), time.thread_time()
 
     def turn() -> None:
@@ -34,3 +43,13 @@ async def loop_holds() -> AsyncIterator[LoopHolds]:
     finally:
         turn()
         timer.cancel()
+
+
+async def least_hold_ms(limit_ms: float, attempt: Callable[[int], Awaitable[LoopHolds]]) -> float:
+    """The least of the longest turns of up to ATTEMPTS attempts; the first below the limit is the last."""
+    least_ms = math.inf
+    for number in range(ATTEMPTS):
+        least_ms = min(least_ms, (await attempt(number)).longest_ms)
+        if least_ms < limit_ms:
+            break
+    return least_ms

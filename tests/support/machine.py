@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 import psutil
 
+from engine.process.files import replace_file
 from engine.protocol import frames
-from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
+from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec, SpecSource
 from engine.protocol.types import Residency
 from tests.support.waiting import wait_for
 
@@ -43,24 +44,37 @@ class Host:
         """`weights_bytes` are each model's."""
         self.folder = folder
         self.log_path = log_path
-        models = []
-        for name, behaviour in behaviours.items():
-            (folder / name).mkdir()
-            self.behave(name, behaviour)
-            self.move(name, "ok")
-            self.load(name)
-            models.append(
-                ModelSpec(name=name, folder=str(folder / name), weights_bytes=weights_bytes, resident_s=0.1, wake_s=0.3)
-            )
+        self._weights_bytes = weights_bytes
+        models = [self.model(name, behaviour) for name, behaviour in behaviours.items()]
+        asked = str(folder / "asked")  # what `ask` wrote: the machine follows it
         self.spec = MachineSpec(
             name="host", address=f"unix:{folder}/m.sock", folder=str(folder / "run"), models=models, threads=1,
             device=device, device_bytes=device_bytes, memory_bytes=memory_bytes,
+            source=SpecSource(paths=[asked], command=["cat", asked]),
         )  # fmt: skip
+        self.ask(*models)
         self.timeouts = {**QUICK, **timeouts}
         self.machine = self.start()
         self._frames = frames.FrameReader()
         self._socket: socket.socket | None = None
         self.seen: list[frames.MachineState] = []
+
+    def model(self, name: str, behaviour: str = "serve", **settings: Any) -> ModelSpec:
+        """The spec of a model of this name, whose folder is made where there is none."""
+        if not (self.folder / name).exists():
+            (self.folder / name).mkdir()
+            self.behave(name, behaviour)
+            self.move(name, "ok")
+            self.load(name)
+        sizes = {"weights_bytes": self._weights_bytes, "resident_s": 0.1, "wake_s": 0.3}
+        return ModelSpec(name=name, folder=str(self.folder / name), **{**sizes, **settings})
+
+    def ask(self, *models: ModelSpec) -> None:
+        """Asks the machine to serve these models from now on."""
+        asked = self.folder / "asked"
+        source = SpecSource(paths=[str(asked)], command=["cat", str(asked)])
+        spec = msgspec.structs.replace(self.spec, models=list(models), source=source)
+        replace_file(asked, msgspec.json.encode(spec))
 
     def start(self) -> "subprocess.Popen[bytes]":
         spec, timeouts = msgspec.json.encode(self.spec).decode(), json.dumps(self.timeouts)

@@ -42,6 +42,28 @@ RECORDED = [
         [ROME],
         loose=True,
     ),
+    Recorded(
+        "harmony",
+        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}',
+        "",
+        [ROME],
+    ),
+    Recorded(
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant<|channel|>final<|message|>It rains.<|return|>",
+        "It rains.",
+        [],
+        loose=True,
+    ),
+    Recorded(
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I will look.<|end|>"
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
+        '{"city": "Lima", "days": 3}<|call|>',
+        "I will look.",
+        [LIMA],
+        loose=True,
+    ),
     Recorded("pythonic", '[get_weather(city="Rome")]', "", [ROME]),
     Recorded("pythonic", "[get_weather(city='Lima', days=3), now()]", "", [LIMA, NOW], loose=True),
     Recorded("pythonic", '<|python_start|>[get_weather(city="Rome")]<|python_end|>', "", [ROME], loose=True),

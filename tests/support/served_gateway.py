@@ -19,19 +19,24 @@ from starlette.routing import Route
 
 from gateway.app import App, build_app
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import Config, MachineConfig, ModelEntryConfig, PriceConfig, ServerConfig, StoreConfig
+from gateway.config import Config, MachineConfig, ModelEntryConfig, PriceConfig, ServerConfig
+from gateway.http.exchange import NO_BODY
 from gateway.http.routes import Handler
 from gateway.http.server import HttpServer, listen
 from gateway.http.tls import open_certificate
+from gateway.identity.cell_settings import CellsConfig
+from gateway.identity.settings import ClusterConfig
 from gateway.observability.tracing import RequestTracer
 from tenants.auth.accounts import TRUSTED_S, AccountService
 from tenants.auth.issuers import Issuer
 from tenants.records.limits import Limits
 from tenants.records.usage import day_of
+from tenants.store.settings import StoreConfig
 from tests.support.stub_replica import MODEL, Behaviour, StubFleet, StubReplica
 from tests.support.waiting import WITHIN_S, OffsetClock, until
 
 SECRET = bytes(range(32))
+IDENTITY = ("certificate", "key", "authority")
 PRICE = PriceConfig(input=1000.0, cached_input=100.0, output=4000.0)
 
 
@@ -167,21 +172,39 @@ async def served(
     store_url: str | None = None,
     models: Sequence[ModelEntryConfig] = (),
     stubs: Sequence[str] = (),
+    relays: Sequence[StubReplica] = (),
+    machines: Sequence[str] = (),
+    account_name: str = "test",
+    cells: CellsConfig | None = None,
+    machine_region: str | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
     """`server` are settings of [server]; `models` are entries of the catalogue beside its own, or in place of them;
-    `stubs` those beside MODEL that have a replica. Without a store's url it is an SQLite file of its own."""
+    `stubs` those beside MODEL that have a replica, `relays` replicas of MODEL in place of stubs, `machines`
+    addresses of real ones in place of all of these. Without a store's url
+    it is an SQLite file of its own. It makes an account of its own, which needs another name where the store has that
+    one from another gateway. Its machine is in the gateway's own region unless another one is named. With other
+    `cells` there is an identity in its state folder."""
     fleet = StubFleet(folder, replicas)
+    fleet.replicas = [*relays] or fleet.replicas
     fleet.replicas += [StubReplica(folder / f"stub-{i}.sock", fleet.behaviour, name) for i, name in enumerate(stubs)]
     config = config_for(folder, fleet, server)
     entries = {entry.name: entry for entry in (*config.models, *models)}
+    if machines:
+        machine = msgspec.structs.replace(config.machine, addresses=[*machines])
+        config = msgspec.structs.replace(config, machine=machine)
     config = msgspec.structs.replace(config, issuers=list(issuers), models=list(entries.values()))
     if store_url is not None:
         config = msgspec.structs.replace(config, store=StoreConfig(url=store_url))
+    if cells is not None:
+        identity = {name: str(folder / "state" / "identity" / f"{name}.pem") for name in IDENTITY}
+        config = msgspec.structs.replace(config, cells=cells, cluster=ClusterConfig(**identity))
     clock = OffsetClock()
     app = build_app(config, SECRET, traces, clock)
+    region = app._serving.context.limits.region
+    fleet.behaviour.region = region if machine_region is None else machine_region
     accounts = app._tenancy.accounts
-    account = await accounts.create("test", limits)
+    account = await accounts.create(account_name, limits)
     _, token = await accounts.mint(account.id, "test")
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -251,6 +274,8 @@ class Client:
         return self.status
 
     async def body(self) -> bytes:
+        if self.status in NO_BODY:
+            return b""
         if "content-length" in self.headers:
             return await self.reader.readexactly(int(self.headers["content-length"]))
         return b"".join([piece async for piece in self.chunks()])

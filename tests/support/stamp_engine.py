@@ -1,18 +1,20 @@
 """The stamp engine: a runner without a model, whose KV slots say who wrote them, for which position and token.
 
-What attention would read is checked slot by slot, and the next token is a digest of the tokens that were READ, so that
-a wrong block, a stale slot or a foreign prefix shows as a failed assertion or as another text. `solo` computes the same
-text from the true tokens alone. Run as a file it is a replica process that needs no torch:
+What attention would read is checked slot by slot, in each group what its span shows, and the next token is a digest of
+the tokens that were READ, so that a wrong block, a stale slot or a foreign prefix shows as a failed assertion or as
+another text. `solo` computes the same text from the true tokens alone. Run as a file it is a replica process that needs
+no torch:
 
     python tests/support/stamp_engine.py '<ReplicaSpec JSON>' '<Temper JSON>'
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import msgspec
@@ -24,7 +26,9 @@ from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import SamplingParams
 from engine.step.executor import InflightStep, LoadedModel, MemoryUsage, PagedLayout, RunnerOutput
-from engine.step.layout import ExecutorLimits, Int32s, StepBatch, check_step, unpack_step
+from engine.step.key_span import FULL, KeySpan
+from engine.step.layout import Int32s, StepBatch, unpack_step
+from engine.step.limits import ExecutorLimits, check_step
 
 PUBLIC = -7  # the scope of what is published
 NOT_FINITE = -(1 << 40)  # as a token that is read
@@ -34,6 +38,10 @@ _SLOT_BYTES = 16
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 _POWERS = np.cumprod(np.full(1 << 14, 0xD1342543DE82EF95, np.uint64), dtype=np.uint64)
+
+
+Reading = list[tuple[int, NDArray[np.int64]]]
+"""For each group the first position that a slice reads, and the tokens from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,17 @@ class Claim:
     secret: bool = False
 
 
+def _of_groups(batch: StepBatch, count: int) -> StepBatch:
+    """The step as its first groups see it: blocks of others, if there are any, lie elsewhere."""
+    return replace(
+        batch,
+        tables_GSW=batch.tables_GSW[:count],
+        slots_GT=batch.slots_GT[:count],
+        table_starts_GS=batch.table_starts_GS[:count],
+        own_starts_GS=batch.own_starts_GS[:count],
+    )
+
+
 class IllegalRead(AssertionError):
     """Attention would have read a slot that does not hold what the sequence believes."""
 
@@ -61,9 +80,7 @@ class IllegalRead(AssertionError):
 class StampFlight:
     """`lacking` is what it samples from, while it has no masks."""
 
-    def __init__(
-        self, sampled: RunnerOutput | None, lacking: "tuple[StepBatch, list[NDArray[np.int64] | None]] | None"
-    ) -> None:
+    def __init__(self, sampled: RunnerOutput | None, lacking: "tuple[StepBatch, list[Reading | None]] | None") -> None:
         self.sampled = sampled
         self.lacking = lacking
 
@@ -97,13 +114,18 @@ class Stamps:
         mapped: Items[int] | None = None,
         depth: int = 1,
         sequences: int = 64,
+        spans: tuple[KeySpan, ...] = (FULL,),
     ) -> None:
-        """None: there is one extent; all of them are mapped."""
+        """None: there is one extent; all of them are mapped. A group for each span; all name blocks of one pool, which
+        has room for each of them in every block."""
         self.blocks = blocks
         self.extent_blocks = extent_blocks or blocks
         self.extents = -(-blocks // self.extent_blocks)
         self.block_tokens = block_tokens
-        self.limits = ExecutorLimits(context_tokens, vocabulary, blocks, 512, 512, sequences, depth)
+        self.spans = spans
+        self.limits = ExecutorLimits(
+            context_tokens, vocabulary, (blocks,) * len(spans), 512, 512, sequences, depth, adapters=2
+        )
         min_extents = min(-(-context_tokens // block_tokens // self.extent_blocks), self.extents)
         self.layout = PagedLayout(
             "stamps", blocks, block_tokens, block_tokens * _SLOT_BYTES, self.extent_blocks, min_extents
@@ -115,12 +137,13 @@ class Stamps:
         self.glitch: int | None = None
         self.sampled_R: Int32s = np.empty(0, np.int32)  # of the last launch
         slots = blocks * block_tokens
-        self.scope_K, self.sequence_K, self.position_K, self.token_K = np.full((4, slots), -1, np.int64)
-        self.finite_K = np.ones(slots, np.bool_)
-        self.secret_K = np.zeros(slots, np.bool_)  # what may not be there when somebody else has the block
+        shape = (len(spans), slots)
+        self.scope_GK, self.sequence_GK, self.position_GK, self.token_GK = np.full((4, *shape), -1, np.int64)
+        self.finite_GK = np.ones(shape, np.bool_)
+        self.secret_GK = np.zeros(shape, np.bool_)  # what may not be there when somebody else has the block
         self.stamps = (
-            *(self.scope_K, self.sequence_K, self.position_K, self.token_K),
-            *(self.finite_K, self.secret_K),
+            *(self.scope_GK, self.sequence_GK, self.position_GK, self.token_GK),
+            *(self.finite_GK, self.secret_GK),
         )
         self.zeroed = 0
         self.there_E = np.zeros(self.extents, np.bool_)
@@ -135,25 +158,30 @@ class Stamps:
             kv_block_tokens=self.block_tokens, kv_bytes=self.kv_bytes, free_bytes=0,
         )  # fmt: skip
         stops = frozenset(self.stop_ids)
-        return LoadedModel(self.revision, stops, frozenset(), self, self, self, self, report, resources)
+        return LoadedModel(
+            self.revision, stops, frozenset(), self, self, (self,), self, report, resources,
+            exchange=self if len(self.spans) == 1 else None,
+        )  # fmt: skip
 
     def warm_up(self) -> bool:
         return False
 
     def launch(self, packed: Int32s) -> StampFlight:
-        batch = unpack_step(packed.copy())
+        batch = _of_groups(unpack_step(packed.copy()), self.limits.groups)
         check_step(batch, self.limits)
         for tokens in (batch.tokens_T, batch.history_H):
             unknown = tokens < 0
+            assert (tokens >= -len(self.sampled_R)).all(), "a row that the step before did not sample"
             tokens[unknown] = self.sampled_R[-1 - tokens[unknown]]
         claims, self.claims = self.claims, None
         self._assert_writes_are_alone(batch)
         slices = len(batch.contexts_S)
         assert claims is None or len(claims) == slices
         for index in range(slices):
-            self._write(batch, index, claims[index] if claims else None)
+            for group in range(len(self.spans)):
+                self._write(batch, group, index, claims[index] if claims else None)
         if self.glitch is not None:
-            self.finite_K[batch.slots_T[self.glitch % len(batch.slots_T)]] = False
+            self.finite_GK[0, batch.slots_GT[0, self.glitch % len(batch.tokens_T)]] = False
             self.glitch = None
         read = [self._read(batch, index, claims[index] if claims else None) for index in range(slices)]
         if batch.masked:
@@ -176,8 +204,8 @@ class Stamps:
             places = self._slots([kept.index(block) for block in blocks])
         else:
             stamps, places = list(self.stamps), self._slots_there(blocks)
-        for stamps_K, blank in zip(stamps, _BLANK, strict=True):
-            stamps_K[places] = blank
+        for stamps_GK, blank in zip(stamps, _BLANK, strict=True):
+            stamps_GK[:, places] = blank
 
     @property
     def mapped(self) -> list[int]:
@@ -201,29 +229,44 @@ class Stamps:
         assert set(sources).isdisjoint(targets)
         assert len(set(targets)) == len(targets) == len(sources)
         source_slots, target_slots = self._slots_there(sources), self._slots_there(targets)
-        for stamps_K in self.stamps:
-            stamps_K[target_slots] = stamps_K[source_slots]
+        for stamps_GK in self.stamps:
+            stamps_GK[:, target_slots] = stamps_GK[:, source_slots]
+
+    def gather(self, blocks: Items[int], into: memoryview) -> None:
+        slots = self._slots_there(blocks)
+        stamps_KF = np.stack([self.position_GK[0, slots], self.token_GK[0, slots]], axis=1)
+        into[:] = stamps_KF.astype("<i8").tobytes()
+
+    def scatter(self, blocks: Items[int], gathered: memoryview) -> None:
+        slots = self._slots_there(blocks)
+        stamps_KF = np.frombuffer(bytes(gathered), "<i8").reshape(-1, 2)
+        assert not self.secret_GK[0, slots].any(), "what comes from elsewhere is in blocks that are not erased"
+        self.position_GK[0, slots], self.token_GK[0, slots] = stamps_KF[:, 0], stamps_KF[:, 1]
+        self.scope_GK[0, slots] = self.sequence_GK[0, slots] = -1
+        self.finite_GK[0, slots] = True
 
     def prepare(self) -> int:
         return 0
 
-    def sleep(self, keep: Items[int]) -> int:
+    def sleep(self, keep: Items[Items[int]]) -> int:
         assert self.kept is None, "asleep already"
-        slots = self._slots_there(keep)
-        assert not self.secret_K.any(), "a secret is kept, or given away with its memory"
-        self.kept = list(keep), [stamps_K[slots] for stamps_K in self.stamps]
+        (blocks,) = keep
+        slots = self._slots_there(blocks)
+        assert not self.secret_GK.any(), "a secret is kept, or given away with its memory"
+        self.kept = list(blocks), [stamps_GK[:, slots] for stamps_GK in self.stamps]
         self.there_E[:] = False
-        return len(keep) * self.block_tokens * _SLOT_BYTES
+        return len(blocks) * self.block_tokens * _SLOT_BYTES
 
-    def wake(self, extents: Items[int], restore: Items[int]) -> int:
+    def wake(self, extents: Items[Items[int]], restore: Items[Items[int]]) -> int:
         assert self.kept is not None, "awake"
         kept, stamps = self.kept
-        assert len(set(restore)) == len(restore) == len(kept)
-        self._give(extents)
+        (there,), (targets,) = extents, restore
+        assert len(set(targets)) == len(targets) == len(kept)
+        self._give(there)
         self.kept = None
-        slots = self._slots_there(restore)
-        for stamps_K, kept_K in zip(self.stamps, stamps, strict=True):
-            stamps_K[slots] = kept_K
+        slots = self._slots_there(targets)
+        for stamps_GK, kept_GK in zip(self.stamps, stamps, strict=True):
+            stamps_GK[:, slots] = kept_GK
         return len(kept) * self.block_tokens * _SLOT_BYTES
 
     def arrived(self) -> bool:
@@ -250,9 +293,9 @@ class Stamps:
 
     def _give(self, extents: Items[int]) -> None:
         self.there_E[list(extents)] = True
-        slots = np.isin(np.arange(len(self.position_K)) // self.block_tokens // self.extent_blocks, extents)
-        self.position_K[slots] = _RUBBISH
-        self.secret_K[slots] = False
+        slots = np.isin(np.arange(self.position_GK.shape[1]) // self.block_tokens // self.extent_blocks, extents)
+        self.position_GK[:, slots] = _RUBBISH
+        self.secret_GK[:, slots] = False
 
     def _slots(self, blocks: Items[int]) -> NDArray[np.int64]:
         at_B = np.array(blocks, np.int64)
@@ -271,7 +314,7 @@ class Stamps:
 
     def secret_blocks(self) -> set[int]:
         """Those in which something is that has to be erased."""
-        blocks: list[int] = (self.secret_K.nonzero()[0] // self.block_tokens).tolist()
+        blocks: list[int] = (self.secret_GK.any(0).nonzero()[0] // self.block_tokens).tolist()
         return set(blocks)
 
     def lose(self, packed: Int32s) -> None:
@@ -280,97 +323,86 @@ class Stamps:
 
     def _assert_writes_are_alone(self, batch: StepBatch) -> None:
         """No slot is written twice, and no block that one slice writes is another's to read."""
-        writers: dict[int, int] = {}
-        for index, (start, end) in enumerate(_spans(batch)):
-            for block in {int(slot) // self.block_tokens for slot in batch.slots_T[start:end]}:
-                if writers.setdefault(block, index) != index:
-                    raise IllegalRead(f"slices {writers[block]} and {index} both write block {block}")
-        for index, context in enumerate(batch.contexts_S.tolist()):
-            for block in batch.tables_SW[index, : -(-context // self.block_tokens)].tolist():
-                if writers.get(block, index) != index:
-                    raise IllegalRead(f"slice {index} reads block {block} that slice {writers[block]} writes")
+        for group, (span, slots_T) in enumerate(zip(self.spans, batch.slots_GT, strict=True)):
+            writers: dict[int, int] = {}
+            for index, (start, end) in enumerate(_runs(batch)):
+                for block in {int(slot) // self.block_tokens for slot in slots_T[start:end]}:
+                    if writers.setdefault(block, index) != index:
+                        raise IllegalRead(f"slices {writers[block]} and {index} both write block {block}")
+            for index, (start, _) in enumerate(_runs(batch)):
+                for block in own_table(
+                    batch, group, index, span.first(int(batch.positions_T[start])), self.block_tokens
+                ).tolist():
+                    if writers.get(block, index) != index:
+                        raise IllegalRead(f"slice {index} reads block {block} that slice {writers[block]} writes")
 
-    def _write(self, batch: StepBatch, index: int, claim: Claim | None) -> None:
+    def _write(self, batch: StepBatch, group: int, index: int, claim: Claim | None) -> None:
         start, end = batch.query_starts_S1[index : index + 2].tolist()
-        slots = batch.slots_T[start:end]
+        slots = batch.slots_GT[group, start:end]
         self._assert_there(slots // self.block_tokens)
         if claim is not None:
-            self._assert_erased(slots, claim)
-            self.secret_K[slots] = claim.secret
-        self.position_K[slots] = -2 if claim and claim.lost else batch.positions_T[start:end]
-        self.finite_K[slots] = True
-        self.token_K[slots] = batch.tokens_T[start:end]
-        self.scope_K[slots] = claim.scope if claim else -1
-        self.sequence_K[slots] = claim.sequence if claim else -1
+            self._assert_erased(group, slots, claim)
+            self.secret_GK[group, slots] = claim.secret
+        self.position_GK[group, slots] = -2 if claim and claim.lost else batch.positions_T[start:end]
+        self.finite_GK[group, slots] = True
+        self.token_GK[group, slots] = batch.tokens_T[start:end]
+        self.scope_GK[group, slots] = claim.scope if claim else -1
+        self.sequence_GK[group, slots] = claim.sequence if claim else -1
 
-    def _assert_erased(self, slots: NDArray[np.int32], claim: Claim) -> None:
+    def _assert_erased(self, group: int, slots: NDArray[np.int32], claim: Claim) -> None:
         """No secret of another scope, or of another sequence that shares nothing, is in the blocks that it writes."""
         blocks = np.unique(slots // self.block_tokens)
         held = (blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
-        held = held[self.secret_K[held]]
-        same = (self.sequence_K[held] == claim.sequence) | ((self.scope_K[held] == claim.scope) & claim.shares)
+        held = held[self.secret_GK[group, held]]
+        same = self.sequence_GK[group, held] == claim.sequence
+        same |= (self.scope_GK[group, held] == claim.scope) & claim.shares
         if not same.all():
             raise IllegalRead("a block was given on before it was erased")
 
-    def _read(self, batch: StepBatch, index: int, claim: Claim | None) -> NDArray[np.int64] | None:
-        """The tokens that the slice's last row attends to, or None where it is lost; raises IllegalRead."""
+    def _read(self, batch: StepBatch, index: int, claim: Claim | None) -> Reading | None:
+        """What the slice's rows attend to, or None where it is lost; raises IllegalRead."""
         if claim is not None and claim.lost:
             return None
-        position = np.arange(batch.contexts_S[index])
-        table = self._read_table(batch, index)
-        self._assert_there(table[: -(-len(position) // self.block_tokens)])
-        slots = table[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
+        return [self._read_group(batch, group, index, claim) for group in range(len(self.spans))]
+
+    def _read_group(
+        self, batch: StepBatch, group: int, index: int, claim: Claim | None
+    ) -> tuple[int, NDArray[np.int64]]:
         start, end = batch.query_starts_S1[index : index + 2].tolist()
-        if not (slots[batch.positions_T[start:end]] == batch.slots_T[start:end]).all():
+        first, size = self.spans[group].first(int(batch.positions_T[start])), self.block_tokens
+        position = np.arange(first, batch.contexts_S[index])
+        table = read_table(batch, group, index, first, size)
+        self._assert_there(table)
+        slots = table[position // size - first // size] * size + position % size
+        if not (slots[batch.positions_T[start:end] - first] == batch.slots_GT[group, start:end]).all():
             raise IllegalRead(f"slice {index} writes elsewhere than it reads")
-        if not (self.position_K[slots] == position).all():
-            raise IllegalRead(f"slice {index} reads positions {self.position_K[slots].tolist()}")
+        if not (self.position_GK[group, slots] == position).all():
+            raise IllegalRead(f"slice {index} reads positions {self.position_GK[group, slots].tolist()}")
         if claim is not None:
-            public, own = slots[: claim.public * self.block_tokens], slots[claim.public * self.block_tokens :]
-            if not (self.scope_K[public] == PUBLIC).all():
+            public = position < claim.public * size
+            scopes, sequences = self.scope_GK[group, slots], self.sequence_GK[group, slots]
+            if not (scopes[public] == PUBLIC).all():
                 raise IllegalRead(f"slice {index} reads as published what is not")
-            if not (self.scope_K[own] == claim.scope).all():
-                raise IllegalRead(
-                    f"slice {index} of scope {claim.scope} reads scopes {set(self.scope_K[own].tolist())}"
-                )
-            if not claim.shares and not (self.sequence_K[own] == claim.sequence).all():
+            if not (scopes[~public] == claim.scope).all():
+                raise IllegalRead(f"slice {index} of scope {claim.scope} reads scopes {set(scopes[~public].tolist())}")
+            if not claim.shares and not (sequences[~public] == claim.sequence).all():
                 raise IllegalRead(f"slice {index} shares nothing and reads another sequence")
-        return np.where(self.finite_K[slots], self.token_K[slots], NOT_FINITE)
+        return first, np.where(self.finite_GK[group, slots], self.token_GK[group, slots], NOT_FINITE)
 
-    def _read_table(self, batch: StepBatch, index: int) -> Int32s:
-        """The blocks that attention reads for the slice, segment by segment, then its own; raises IllegalRead."""
-        own, size = batch.tables_SW[index], self.block_tokens
-        table: Int32s = np.full_like(own, -1)
-        end = 0
-        for owner, first, last, start, stop in _segments(batch):
-            if index not in batch.members_M[start:stop]:
-                continue
-            if batch.query_starts_S1[index + 1] - batch.query_starts_S1[index] != 1:
-                raise IllegalRead(f"slice {index} of several rows is in a group")
-            if first != end:
-                raise IllegalRead(f"slice {index} has a segment from {first} on behind one that ends at {end}")
-            table[first // size : last // size] = batch.tables_SW[owner, first // size : last // size]
-            end = last
-        if end != batch.own_starts_S[index]:
-            raise IllegalRead(f"slice {index} reads its own keys from {batch.own_starts_S[index]}, segments to {end}")
-        table[end // size :] = own[end // size :]
-        used = -(-int(batch.contexts_S[index]) // size)
-        if not (table[:used] == own[:used]).all():
-            raise IllegalRead(f"slice {index} has other blocks than its group: {table.tolist()}, {own.tolist()}")
-        return table
-
-    def _sample(self, batch: StepBatch, read: list[NDArray[np.int64] | None], masks_MW: Int32s | None) -> RunnerOutput:
-        ends = {end - 1: index for index, (_, end) in enumerate(_spans(batch))}
+    def _sample(self, batch: StepBatch, read: list[Reading | None], masks_MW: Int32s | None) -> RunnerOutput:
         tokens, logprobs = [], {}
-        for row, last in enumerate(batch.rows_R.tolist()):
-            seen, settings = read[ends[last]], batch.sampling_R[row]
+        for row, at in enumerate(batch.rows_R.tolist()):
+            reading = read[int(np.searchsorted(batch.query_starts_S1, at, "right")) - 1]
+            position, settings = int(batch.positions_T[at]), batch.sampling_R[row]
+            seen = None if reading is None else self._seen(reading, position)
             if seen is None or (seen == NOT_FINITE).any():
                 tokens.append(0 if seen is None else -1)
                 continue
-            start, end = batch.history_starts_R1[row : row + 2].tolist()
-            if end > start and batch.history_H[start + 1 : end].tolist() != seen.tolist():
+            start, end, _ = batch.histories_R3[row].tolist()
+            told = batch.history_H[start:end]
+            if end > start and (len(told) != position + 1 or seen_by(self.spans, told).tolist() != seen.tolist()):
                 raise IllegalRead("the history is not what the KV holds")
-            assert settings["position"] == len(seen)
+            assert settings["position"] == position + 1
             start, end = batch.bias_starts_R1[row : row + 2].tolist()
             bias = dict(zip(batch.bias_ids_B[start:end].tolist(), batch.bias_values_B[start:end].tolist(), strict=True))
             seed = int(settings["seed"]) if settings["temperature"] > 0 else None
@@ -384,15 +416,54 @@ class Stamps:
                 logprobs[row] = logprobs_of(token, int(settings["logprobs"]))
         return RunnerOutput(np.array(tokens, np.int32), logprobs)
 
+    def _seen(self, reading: Reading, position: int) -> NDArray[np.int64]:
+        """What the row at this position sees of it in one group after the other."""
+        pairs = zip(self.spans, reading, strict=True)
+        return np.concatenate(
+            [tokens[span.first(position) - first : position + 1 - first] for span, (first, tokens) in pairs]
+        )
 
-def _segments(batch: StepBatch) -> list[list[int]]:
-    """(slice whose table has the keys, first key, last key, first member, end of the members), by the first key."""
-    rows = batch.segments_G4.tolist()
-    starts = [0, *(row[3] for row in rows)]
-    return sorted(([*row[:3], start, row[3]] for row, start in zip(rows, starts, strict=False)), key=lambda row: row[1])
+
+def seen_by(spans: Items[KeySpan], tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+    """What the last of these tokens' rows sees of them in one group after the other."""
+    return np.concatenate([tokens[span.first(len(tokens) - 1) :] for span in spans]).astype(np.int64)
 
 
-def _spans(batch: StepBatch) -> list[tuple[int, int]]:
+def own_table(batch: StepBatch, group: int, index: int, first: int, size: int) -> Int32s:
+    """The slice's blocks, of `size` tokens, from that of key `first` on; raises IllegalRead where its table begins
+    behind that."""
+    begin = int(batch.table_starts_GS[group, index])
+    if first // size < begin:
+        raise IllegalRead(f"slice {index} sees key {first}, and its table begins with key {begin * size}")
+    return batch.tables_GSW[group][index, first // size - begin : -(-int(batch.contexts_S[index]) // size) - begin]
+
+
+def read_table(batch: StepBatch, group: int, index: int, first: int, size: int) -> Int32s:
+    """The blocks that attention reads for the slice from key `first` on, segment by segment, then its own: those of any
+    other member that sees them are the same. Raises IllegalRead."""
+    own, end = own_table(batch, group, index, first, size), 0
+    for _, low, high, members_M in sorted(batch.segments(group), key=lambda segment: segment[1]):
+        if index not in members_M:
+            continue
+        if batch.query_starts_S1[index + 1] - batch.query_starts_S1[index] != 1:
+            raise IllegalRead(f"slice {index} of several rows is in a group")
+        if low != end:
+            raise IllegalRead(f"slice {index} has a segment from {low} on behind one that ends at {end}")
+        for member in members_M.tolist():
+            begin = int(batch.table_starts_GS[group, member])
+            blocks = np.arange(max(low // size, first // size, begin), high // size)  # that both of them see
+            theirs = batch.tables_GSW[group][member, blocks - begin]
+            if not (theirs == own[blocks - first // size]).all():
+                raise IllegalRead(f"slices {index} and {member} of a group have different blocks")
+        end = high
+    if end != batch.own_starts_GS[group, index]:
+        own_start = batch.own_starts_GS[group, index]
+        raise IllegalRead(f"slice {index} reads its own keys from {own_start}, segments to {end}")
+    return own
+
+
+def _runs(batch: StepBatch) -> list[tuple[int, int]]:
+    """First and last row of each slice."""
     starts = batch.query_starts_S1.tolist()
     return list(pairwise(starts))
 
@@ -417,14 +488,18 @@ class Rule:
 
 
 def next_token(seen: NDArray[np.int64], seed: int | None, vocabulary: int, bias: dict[int, float]) -> int:
-    """A digest of the tokens in their order, and of the seed where there is one; a bias of 100 forces its token."""
+    """A digest of the tokens in their order, and of the seed where there is one; a bias of 100 forces its token, one of
+    −∞ leaves its place to the next one, counted round."""
     for token, value in bias.items():
         if value >= 100:
             return token
     digest = int((seen.astype(np.uint64) * _POWERS[: len(seen)]).sum(dtype=np.uint64))
     for word in (len(seen), 0 if seed is None else seed + 1):
         digest = ((digest ^ (digest >> 29) ^ word) * int(_STEP)) & _MASK
-    return (digest >> 17) % vocabulary
+    token = (digest >> 17) % vocabulary
+    while bias.get(token) == -math.inf:
+        token = (token + 1) % vocabulary
+    return token
 
 
 def next_allowed(token: int, allowed_V: NDArray[np.integer]) -> int:
@@ -439,13 +514,16 @@ def logprobs_of(token: int, top: int) -> tuple[float, list[int], list[float]]:
 
 def solo(
     prompt: Items[int], sampling: SamplingParams, tokens_max: int, stop_ids: Items[int], vocabulary: int,
-    rule: Rule | None = None,
+    rule: Rule | None = None, spans: Items[KeySpan] = (FULL,),
 ) -> tuple[list[int], str]:  # fmt: skip
     """What this prompt gives when it runs alone: the output tokens and how it finishes."""
     tokens = list(prompt)
     seed = sampling.seed if sampling.temperature > 0 else None
+    stop_ids = () if sampling.ignore_eos else stop_ids
+    early = {**sampling.logit_bias, **dict.fromkeys(stop_ids, -math.inf)}
     while True:
-        token = next_token(np.array(tokens), seed, vocabulary, sampling.logit_bias)
+        bias = early if len(tokens) - len(prompt) < sampling.min_tokens else sampling.logit_bias
+        token = next_token(seen_by(spans, np.array(tokens)), seed, vocabulary, bias)
         if rule is not None:
             token = next_allowed(token, rule.allowed(tokens[len(prompt) :], vocabulary))
         tokens.append(token)

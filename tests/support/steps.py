@@ -11,16 +11,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def step_of(
-    chunks: list[int], starts: list[int], vocabulary: int = 50, seed: int = 0, block_tokens: int = 16
+    chunks: list[int], starts: list[int], vocabulary: int = 50, seed: int = 0, block_tokens: int = 16, groups: int = 1
 ) -> Tensor:
-    """A packed step on the device: slice i computes chunks[i] tokens from position starts[i], in shuffled blocks."""
+    """A packed step on the device: slice i computes chunks[i] tokens from position starts[i], in shuffled blocks, those
+    of each group in another order."""
     rng = np.random.default_rng(seed)
     blocks = [-(-(start + chunk) // block_tokens) for start, chunk in zip(starts, chunks, strict=True)]
     order = rng.permutation(sum(blocks) + 3)
     slices, first = [], 0
     for chunk, start, count in zip(chunks, starts, blocks, strict=True):
-        table = order[first : first + count].astype(np.int32)
-        slices.append(SequenceSlice(rng.integers(0, vocabulary, chunk).tolist(), start, table, SamplingParams()))
+        tables = [np.roll(order, group)[first : first + count].astype(np.int32) for group in range(groups)]
+        slices.append(SequenceSlice(rng.integers(0, vocabulary, chunk).tolist(), start, tables, SamplingParams()))
         first += count
     return torch.from_numpy(pack_step(slices, block_tokens)).to(DEVICE)
 

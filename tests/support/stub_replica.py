@@ -11,7 +11,7 @@ import json
 import sys
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from typing import Any, cast
 import msgspec
 
 from engine.protocol import frames
+from engine.protocol.cache_frames import HeldPrefixes, RaiseEpochs, RouteKey
 from engine.protocol.types import FinishReason, RejectReason, Residency
 
 MODEL = "@cf/test/stub"
@@ -30,6 +31,12 @@ class Behaviour:
     """What a test changes while it runs. Times in seconds."""
 
     context_tokens: int = 8192
+    image_tokens: int = 0
+    newest_protocol: int = frames.PROTOCOL_VERSION
+    raises_epochs: bool = True
+    names_prefixes: bool = True
+    polled: bool = False
+    region: str = ""
     vocabulary: int = 6000
     words: list[int] = field(default_factory=lambda: list(WORDS))
     step_s: float = 0.0  # pause between steps; 0 is full speed
@@ -92,6 +99,13 @@ class StubConnection(asyncio.Protocol):
         for frame in self._reader.feed(received):
             if isinstance(frame, frames.Submit):
                 self._submit(frame)
+            elif isinstance(frame, RaiseEpochs):
+                self._replica.epochs |= dict(zip(frame.ids, frame.epochs, strict=True))
+            elif isinstance(frame, RouteKey):
+                self._replica.route_key = frame.key
+            elif isinstance(frame, frames.PollLoad):
+                self._replica.polls += 1
+                self.send(frames.ReplicaLoad(self.running, 0, 0, 100, 0, 0))
             elif isinstance(frame, frames.Cancel):
                 self._replica.cancels.extend(frame.ids)
                 for id in frame.ids:
@@ -126,8 +140,10 @@ class StubConnection(asyncio.Protocol):
             return
         seed = sum(array("I", submit.tokens))
         due = self._loop.time() + behaviour.first_s
-        for choice in range(submit.n):
-            running = Running(submit.id + choice, submit, seed + choice, due, waiting=not behaviour.announce)
+        choices = submit.given or [frames.GivenTokens(choice, b"") for choice in range(submit.n)]
+        for index, given in enumerate(choices):
+            running = Running(submit.id + index, submit, seed + given.choice, due, waiting=not behaviour.announce)
+            running.emitted = len(given.tokens) // 4
             self._running[running.id] = running
             if behaviour.announce:
                 self.send(
@@ -233,7 +249,11 @@ class StubReplica:
         self.connections: set[StubConnection] = set()
         self.submits: deque[frames.Submit] = deque(maxlen=100_000)
         self.cancels: deque[int] = deque(maxlen=100_000)
+        self.epochs: dict[bytes, int] = {}
+        self.route_key = b""
+        self.polls = 0
         self.deaths = 0
+        self.revision, self.digest = "stub", ""
         device = Residency.DEVICE
         self.state = frames.ReplicaState(model, f"unix:{path}", device, 1, toward=device)
 
@@ -249,16 +269,28 @@ class StubReplica:
     def hello(self) -> frames.Hello:
         behaviour = self.behaviour
         return frames.Hello(
-            protocol=frames.PROTOCOL_VERSION,
+            protocol=frames.PROTOCOL_OLDEST,
             model=self.model,
-            revision="stub",
+            revision=self.revision,
             boot="1",
             pid=0,
             context_tokens=behaviour.context_tokens,
             vocabulary=behaviour.vocabulary,
             block_tokens=16,
             blocks=1024,
+            newest_protocol=behaviour.newest_protocol,
+            digest=self.digest,
+            raises_epochs=behaviour.raises_epochs,
+            names_prefixes=behaviour.names_prefixes,
+            image_tokens=behaviour.image_tokens,
+            region=behaviour.region,
+            polled=behaviour.polled,
         )
+
+    def publish(self, held: HeldPrefixes) -> None:
+        """Tells every gateway where prefixes are."""
+        for connection in list(self.connections):
+            connection.send(held)
 
     def load(
         self,
@@ -268,12 +300,13 @@ class StubReplica:
         shared_blocks: int = 0,
         counters: dict[str, int] | None = None,
         blocks: int = 0,
+        ranks: Sequence[frames.RankLoad] = (),
     ) -> None:
         """Tells every gateway how full it is."""
         for connection in list(self.connections):
             running = connection.running
             load = frames.ReplicaLoad(
-                running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks
+                running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks, ranks=[*ranks]
             )
             connection.send(load)
 
@@ -340,10 +373,16 @@ class StubFleet:
         self.wakes: list[frames.ModelDemand] = []
         self.woken: Callable[[frames.ModelDemand], None] = lambda wake: None
         self.moves = {"wake": 3, "sleep": 2, "wake_failed": 1}
+        self.protocol = frames.PROTOCOL_OLDEST  # that the machine speaks: it tells what has changed, and does not beat
+        self.draining = False
 
     def said(self) -> frames.MachineState:
         states = [replica.state for i, replica in enumerate(self.replicas) if i not in self.hidden]
-        return frames.MachineState("stub", states, [frames.DeviceState("cpu", 800, 600, 500)], 70, 90, self.moves)
+        devices, moves = [frames.DeviceState("cpu", 800, 600, 500)], self.moves
+        return frames.MachineState(
+            "stub", states, devices, 70, 90, moves, protocol=self.protocol, draining=self.draining,
+            region=self.behaviour.region,
+        )  # fmt: skip
 
     def tell(self) -> None:
         """The machine says again what it has."""

@@ -1,6 +1,7 @@
 """Stores, a clock that stands still, and ways to break a store for a while."""
 
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -32,11 +33,6 @@ class DayClock(StoppedClock):
     @property
     def day(self) -> int:
         return int(self.now_s) // DAY_S
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +80,7 @@ def new_caller(accounts: AccountService) -> "Callable[..., object]":
     """await new_caller(**limits) → the Caller of a new account with one ApiToken."""
 
     async def make(**limits: float) -> Caller:
-        account = await accounts.create("ann", Limits(**limits))  # type: ignore[arg-type]
+        account = await accounts.create(f"ann {secrets.token_hex(4)}", Limits(**limits))  # type: ignore[arg-type]
         _, text = await accounts.mint(account.id, "laptop")
         return await accounts.verify(text)
 

@@ -27,9 +27,9 @@ from engine.bf12.layout import lanes_of
 from engine.kernels import bf12_linear, bf12_linear_hopper, linear
 from engine.kernels.bf12_linear import Bf12Tiling
 from engine.kernels.bf12_linear_hopper import HopperTiling
+from engine.kernels.elementwise import silu_and_multiply
 from engine.kernels.linear import LinearTiling
 from engine.kernels.rms_norm import add_norm
-from engine.kernels.swiglu import silu_and_multiply
 from engine.layers.linear_gpu import GpuLinear, multiply_expanded
 
 GPU: Final = torch.device("cuda")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from engine.protocol import frames
-from engine.protocol.address import parse_address
+from engine.protocol.address import parse_address, parse_tls_address
 from engine.protocol.types import Residency
 from gateway.config import Config
 
@@ -61,9 +61,10 @@ class MachineWatcher:
 
 
 def machine_reports(config: Config) -> list[frames.MachineState]:
-    """The reports of the configured machines that answer within REPORT_S in all."""
+    """The reports of the configured machines of this host that answer within REPORT_S in all."""
     deadline = time.monotonic() + REPORT_S
-    watchers = [MachineWatcher(address) for address in config.machine_addresses]
+    addresses = [address for address in config.machine_addresses if parse_tls_address(address) is None]
+    watchers = [MachineWatcher(address) for address in addresses]
     try:
         reports = [watcher.look() for watcher in watchers]
         while any(report is None and not one.away for report, one in zip(reports, watchers, strict=True)):

@@ -6,14 +6,16 @@ import resource
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from engine.hostinfo import gpus
+from engine.hostinfo.cpu import usable_cores
+from gateway import __version__
 from gateway.commands.checks.finding import Finding, good, note, wrong
 from gateway.commands.terminal.output import format_bytes
-from gateway.config import Config, ServerConfig
+from gateway.config import Config, ModelEntryConfig, ServerConfig
 
 _MIN_DISK_BYTES: Final = 1 << 30
 _MIN_PYTHON: Final = (3, 11)
@@ -21,7 +23,7 @@ _MIN_FREE_SHARE: Final = 0.9  # of a GPU that nobody uses
 
 
 def python() -> Finding:
-    text = f"Python {sys.version.split()[0]}, Hearth {importlib.metadata.version('hearth')}"
+    text = f"Python {sys.version.split()[0]}, Hearth {__version__}"
     if sys.version_info < _MIN_PYTHON:
         return wrong("python", text, "install Python 3.11 or newer and run `make serve` again")
     return good("python", text)
@@ -31,12 +33,12 @@ def engine(installed: list[gpus.Gpu]) -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        yield wrong("engine", "torch is not installed", "pip install hearth again")
+        yield wrong("engine", "torch is not installed", "pip install hearth-server again")
         return
     cuda = gpus.torch_cuda_version()
     yield good("engine", f"torch {version}, {f'built for CUDA {cuda}' if cuda else 'without CUDA'}")
     if not installed:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = usable_cores()
         text = f"none; models run on {cores} CPU cores"
         advice = "one core is shared by gateway and model: expect slow answers"
         yield good("gpu", text) if cores >= 2 else note("gpu", text, advice)
@@ -58,6 +60,43 @@ def _gpu(gpu: gpus.Gpu) -> Finding:
     if gpu.free_bytes < _MIN_FREE_SHARE * gpu.total_bytes:
         return note("gpu", text, "the rest is in use, by Hearth or others: `nvidia-smi` says by whom")
     return good("gpu", text)
+
+
+def ranks(entries: Sequence[ModelEntryConfig], usable: list[gpus.Gpu]) -> Iterator[Finding]:
+    """Whether the GPUs are such that a model can be cut for several; nothing where no model is, or there is one GPU."""
+    cut = [entry.name for entry in entries if entry.gpus != 1]
+    if not cut or len(usable) < 2:
+        return
+    wanted = f"{', '.join(cut)} {'are' if len(cut) > 1 else 'is'} for several"
+    if len({gpu.name for gpu in usable}) > 1:
+        text = "; ".join(f"GPU {gpu.index} is {gpu.name}" for gpu in usable)
+        yield wrong("ranks", f"{text}: {wanted}, which must be alike", "show those of one kind: CUDA_VISIBLE_DEVICES")
+    pairs = gpus.gpu_pairs([gpu.index for gpu in usable])
+    apart = [f"{pair.first} and {pair.second}" for pair in pairs if not pair.reaches]
+    linked = [pair for pair in pairs if pair.reaches and pair.nvlink]
+    slow = [f"{pair.first} and {pair.second}{_rate(pair)}" for pair in pairs if pair.reaches and not pair.nvlink]
+    fastest = max((pair.bytes_per_s for pair in linked), default=0)
+    weak = [f"{pair.first} and {pair.second}{_rate(pair)}" for pair in linked if pair.bytes_per_s < fastest]
+    if apart:
+        advice = (
+            "show GPUs that do: CUDA_VISIBLE_DEVICES; `nvidia-smi topo -p2p rw` says which, IOMMU settings may be why"
+        )
+        yield wrong("ranks", f"GPUs {', '.join(apart)} do not reach each other's memory: {wanted}", advice)
+    if slow:
+        advice = "a model cut for them waits for PCI Express in each layer: one GPU with more memory may be faster"
+        yield note("ranks", f"GPUs {', '.join(slow)} have no NVLink between them: {wanted}", advice)
+    if weak:
+        advice = "all ranks wait for the slowest pair: `nvidia-smi nvlink -s` says which links are down"
+        yield note(
+            "ranks", f"GPUs {', '.join(weak)}: NVLink carries less than the {fastest / 1e9:.0f} GB/s of others", advice
+        )
+    if pairs and not apart and not slow and not weak:
+        yield good("ranks", f"{len(usable)} GPUs reach each other over NVLink{_rate(pairs[0])}")
+
+
+def _rate(pair: gpus.GpuPair) -> str:
+    """What its links carry, where the driver tells."""
+    return f" ({pair.bytes_per_s / 1e9:.0f} GB/s each way)" if pair.bytes_per_s else ""
 
 
 def kernels(config: Config) -> Finding:

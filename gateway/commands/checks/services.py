@@ -3,7 +3,9 @@
 import asyncio
 import datetime
 import os
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from gateway.commands.access.gateway_client import endpoint_answers, free_port
@@ -11,33 +13,52 @@ from gateway.commands.access.store_access import opened_store
 from gateway.commands.checks.finding import Finding, good, note, wrong
 from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import expiry, open_certificate
+from gateway.identity.host_identity import IdentityError
 from gateway.state_dir import read_credentials
 from tenants.auth.issuers import keys_of
+from tenants.open import safe_url
+from tenants.records.accounts import Account, name_key
 from tenants.store.protocol import StoreUnavailable
 
 _RENEW_DAYS: Final = 14  # before its end, a certificate should have a successor
+_RENEW_LATE_S: Final = 3600  # a host that is asleep renews as it wakes
 
 
 def store(config: Config) -> Iterator[Finding]:
     url = config.store_url
-    display_url = url.split("@")[-1]  # without a password
+    display_url = safe_url(url)
 
-    async def ask() -> list[str]:
+    async def ask() -> tuple[list[str], Sequence[Account]]:
         async with opened_store(url) as opened:
             await opened.ping()
-            return list(await opened.advice())
+            return list(await opened.advice()), await opened.accounts.list()
 
     if url.startswith("sqlite:") and not os.path.exists(url.removeprefix("sqlite:")):
         yield good("store", f"{display_url}: made at the first start")
         return
     try:
-        advice = asyncio.run(ask())
+        advice, accounts = asyncio.run(ask())
     except (StoreUnavailable, ValueError) as error:
         yield wrong("store", f"{display_url}: {error}", "start the store, or correct [store] url")
         return
     yield good("store", f"{display_url} answers")
     for line in advice:
         yield note("store", f"{display_url} answers, but", line)
+    yield from _shared_names(accounts)
+
+
+def _shared_names(accounts: Sequence[Account]) -> Iterator[Finding]:
+    """Names that several accounts have, from before names were unique; copies of other cells' accounts may have any."""
+    holders: defaultdict[str, list[Account]] = defaultdict(list)
+    for account in (one for one in accounts if not one.home):
+        holders[name_key(account.name)].append(account)
+    for of_name in holders.values():
+        if len(of_name) > 1:
+            ids = ", ".join(account.id for account in of_name)
+            text = f"{len(of_name)} accounts have the name {of_name[0].name!r}: {ids}"
+            yield note(
+                "names", text, "give each its own: `hearth accounts rename ID NAME`; until then only ids name them"
+            )
 
 
 def issuers(config: Config) -> Iterator[Finding]:
@@ -54,6 +75,30 @@ def issuers(config: Config) -> Iterator[Finding]:
         else:
             text = f"{issuer.name}: {len(keys.known)} keys for {issuer.algorithm} at {origin}"
             yield good("issuer", text)
+
+
+def identity(config: Config) -> Iterator[Finding]:
+    """Says as what this host is in its cluster, where it has joined one, and until when."""
+    paths = config.cluster.paths(config.state)
+    if not paths.exist and not config.cluster.own_pki:
+        return
+    from gateway.identity.files import read_credentials  # only here: most hosts have no keys
+
+    again = "correct [cluster] certificate" if config.cluster.own_pki else "join anew: --join with a new --token"
+    try:
+        found = read_credentials(paths)
+    except IdentityError as error:
+        yield wrong("cluster", str(error), again)
+        return
+    until = f"{datetime.datetime.fromtimestamp(found.expires_s, datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    text = f"{found.identity} of {found.identity.cluster}, its certificate until {until}"
+    late_s = time.time() - found.renew_s
+    if time.time() > found.expires_s:
+        yield wrong("cluster", f"the certificate of the {found.identity} has expired at {until}", again)
+    elif late_s > _RENEW_LATE_S and not config.cluster.own_pki:
+        yield note("cluster", text, f"it should have been renewed {late_s / 3600:.0f} h ago: no gateway answers it")
+    else:
+        yield good("cluster", text)
 
 
 def certificate(server: ServerConfig) -> Iterator[Finding]:

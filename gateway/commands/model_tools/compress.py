@@ -1,5 +1,5 @@
-"""`hearth models compress` and `hearth models expand`: has the engine make a folder whose weights take 12 bits each, or
-its original again. It knows nothing of the code.
+"""`hearth models compress`, `expand` and `quantize`: has the engine make a folder whose weights take 12 bits each, its
+original again, or one in fp8. It knows nothing of the codes.
 """
 
 import signal
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 
@@ -37,12 +37,24 @@ examples:
 
 The files are those that were compressed, bit for bit: every piece, tensor and file is held against its sum.
 """
+_QUANTIZING: Final = """\
+examples:
+  hearth models quantize models/assistant models/assistant-fp8 --to fp8
+  hearth models quantize @hf/Qwen/Qwen3-8B /srv/models/qwen3-8b-fp8 --to fp8 --json
+  hearth models add @cf/acme/assistant models/assistant-fp8         then serve it like any other
+
+Linear layers' weights take half of their bytes, with a factor for each output (compressed-tensors, which vLLM reads
+too); embedding, head, norms and routers stay. Unlike `compress` it loses something: the report has the relative error
+of each tensor and of its worst output, the largest first. Try the answers before you serve it.
+"""
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 Model = Annotated[str, Parameter(metavar="NAME|FOLDER", help="a model of the catalogue, or a Hugging Face folder")]
 Target = Annotated[str, Parameter(help="a new folder")]
 ComputeDevice = Annotated[str, Parameter(help="where to compute: auto, cpu or cuda:N (default: auto)")]
 compress_app = command_app("compress", "make a folder whose weights take 12 bits each, without loss", _COMPRESSING)
 expand_app = command_app("expand", "make the folder that a compressed one was made of, bit for bit", _EXPANDING)
+
+quantize_app = command_app("quantize", "make a folder whose linear layers are in fp8, and say how far off", _QUANTIZING)
 
 
 @compress_app.default
@@ -74,6 +86,21 @@ def expand(
 ) -> int:
     """Make the folder that a compressed one was made of, bit for bit."""
     return _run_engine("expand", source.load(), model, [target], device, json)
+
+
+@quantize_app.default
+def quantize(
+    model: Model,
+    target: Target,
+    /,
+    *,
+    to: Annotated[Literal["fp8"], Parameter(help="the form: fp8, with a factor for each output")],
+    device: ComputeDevice = "auto",
+    json: Json = False,
+    source: Source,
+) -> int:
+    """Make a folder whose linear layers are in fp8, with a report of each tensor's error."""
+    return _run_engine("quantize", source.load(), model, [target], device, json)
 
 
 def _folder(config: Config, name: str) -> Path | None:

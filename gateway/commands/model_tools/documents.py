@@ -1,13 +1,15 @@
 """Models as documents of JSON, from the catalogue, machines and running replicas. It prints nothing."""
 
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import psutil
 
 from engine.hostinfo import gpus
+from engine.process.files import fingerprint
 from engine.protocol.frames import MachineState
-from engine.protocol.reports import MEMORY_REPORT_SUFFIX, MemoryReport
+from engine.protocol.reports import MEMORY_REPORT_SUFFIX, WEIGHT_FILES, MemoryReport
 from gateway.catalogue.catalogue import folder_of, price_of
 from gateway.catalogue.model_config import read_model_config
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
@@ -16,6 +18,7 @@ from gateway.commands.model_tools.size import ModelSizes, sizes_of
 from gateway.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
+STALE_WEIGHTS: Final = "serves the weights that its folder had before: the files there are others now"
 _NO_CONFIG: Final = "its folder has no config.json that can be read"
 
 
@@ -32,6 +35,16 @@ def memory_reports(config: Config, name: str) -> list[MemoryReport]:
     return reports
 
 
+def notes_of(memory: MemoryReport) -> list[str]:
+    """What people are to know of a running replica."""
+    return [note for note in (memory.note, STALE_WEIGHTS if _has_stale_weights(memory) else "") if note]
+
+
+def _has_stale_weights(memory: MemoryReport) -> bool:
+    now = fingerprint(Path(memory.folder).glob(WEIGHT_FILES)) if memory.weights else ""
+    return memory.weights != now
+
+
 def replicas_json(name: str, machines: list[MachineState]) -> list[dict[str, Any]]:
     """Where each replica is, as its machine reports; empty while no machine runs."""
     return [
@@ -39,6 +52,8 @@ def replicas_json(name: str, machines: list[MachineState]) -> list[dict[str, Any
             "residency": replica.residency.name,
             "toward": replica.toward.name,
             **{field: getattr(replica, field) for field in ("ready_ms", "quarantined", "problem")},
+            "role": replica.role.name,
+            "host_kv_bytes": replica.memory.kept_bytes if replica.memory is not None else 0,
         }
         for replica in replicas_of(name, machines)
     ]
@@ -61,6 +76,8 @@ def memory_json(memory: MemoryReport) -> dict[str, Any]:
         "driver_and_others_bytes": max(0, memory.device_bytes - sum(parts.values())),
         "kv_pool_tokens": memory.kv_blocks * memory.kv_block_tokens,
     }
+    if notes := notes_of(memory):
+        document["note"] = "; ".join(notes)
     if memory.coded_bytes:
         document |= {"weights_in_12_bits_bytes": memory.coded_bytes, "weights_as_bf16_bytes": memory.bf16_bytes}
     return document
@@ -73,6 +90,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
         "description": entry.description,
         "task": entry.task,
         "folder": str(folder),
+        "aliases": list(entry.aliases),
         "replicas": entry.replicas,
         "neurons_per_million_tokens": {name: getattr(price, name) for name in ("input", "cached_input", "output")},
         "problem": "",

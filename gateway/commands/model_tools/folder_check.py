@@ -13,9 +13,9 @@ import msgspec
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
 from engine.protocol.reports import InspectionReport
-from engine.protocol.specs import ModelSpec
-from gateway.catalogue.catalogue import folder_of
-from gateway.catalogue.model_config import read_model_config
+from engine.protocol.specs import ModelSpec, ranks_on
+from gateway.catalogue.catalogue import folder_of, spec_of
+from gateway.catalogue.model_config import read_json, read_model_config
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
 from gateway.commands.model_tools.size import ModelSizes, sizes_of
 from gateway.commands.terminal.output import format_bytes
@@ -27,6 +27,7 @@ _NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIN_CONTEXT: Final = 16
 _GET_AGAIN: Final = "get the folder again, complete: `hearth pull` does, where the hub has it"
 _CORRECT: Final = "correct config.json or the settings, or serve another model"
+FOREIGN_TOKENIZER: Final = "tokenizer.json is another model's: get the one that belongs to the weights"
 _WRONG_CONFIG_STATUS: Final = 2  # of an inspection: config.json is wrong
 
 
@@ -66,7 +67,10 @@ def inspect_folder(config: Config, entry: ModelEntryConfig, budgets: list[Device
     if sizes is None:
         raise UnservableFolder(f"{folder}/config.json does not say how large the model is", _GET_AGAIN)
     _require_known_ids(folder, tokenizer, int(model_config["vocab_size"]))
-    _require_fit(entry, sizes, inspected, task, budgets)
+    if task is ModelTask.GENERATION:
+        _require_known_ends(folder, tokenizer, model_config)
+    spec = spec_of(config, msgspec.structs.replace(entry, public_prefixes=[]))
+    _require_fit(entry, sizes, inspected, task, budgets, spec)
     return FolderReport(sizes, tokenizer, vectors)
 
 
@@ -92,7 +96,20 @@ def _require_known_ids(folder: Path, tokenizer: ModelTokenizer, vocabulary: int)
     largest = max(tokenizer.plain_ids - 1, *used, 0)
     if largest >= vocabulary:
         problem = f"{folder}: its tokenizer gives ids up to {largest}, config.json has a vocabulary of {vocabulary}"
-        raise UnservableFolder(problem, "tokenizer.json is another model's: get the one that belongs to the weights")
+        raise UnservableFolder(problem, FOREIGN_TOKENIZER)
+
+
+def _require_known_ends(folder: Path, tokenizer: ModelTokenizer, model_config: dict[str, Any]) -> None:
+    """Tokens that end an answer are control tokens: where one is a piece of text to the tokenizer, or nothing, the
+    weights learned another one's."""
+    generation = read_json(folder / "generation_config.json", {})
+    control = set(tokenizer.added_tokens.values())
+    for source in (generation, model_config):
+        named = source.get("eos_token_id") if isinstance(source, dict) else None
+        ends = [id for id in (named if isinstance(named, list) else [named]) if isinstance(id, int)]
+        if foreign := [id for id in ends if id not in control]:
+            problem = f"{folder}: answers end with token {foreign[0]}, which is no control token of tokenizer.json"
+            raise UnservableFolder(problem, FOREIGN_TOKENIZER)
 
 
 def _require_fit(
@@ -101,9 +118,15 @@ def _require_fit(
     inspected: InspectionReport | None,
     task: ModelTask,
     budgets: list[DeviceBudget],
+    spec: ModelSpec,
 ) -> None:
-    """Raises UnservableFolder where weights and the KV of one context are more than the largest device may hold."""
-    budget = max(budgets, key=lambda budget: budget.budget_bytes)
+    """Raises UnservableFolder where weights and the KV of one context are more than the devices may hold that it is
+    on, or where it does not divide among them."""
+    ranks = _require_ranks(spec, budgets)
+    roomiest = sorted(budgets, key=lambda budget: -budget.budget_bytes)
+    budget = roomiest[ranks - 1]
+    if ranks > 1:
+        budget = DeviceBudget(f"{ranks} x {budget.device}", *(ranks * count for count in budget[1:]))
     weights = sizes.weights_bytes if inspected is None else _weights_bytes(entry, inspected, task, budget)
     needed = weights + sizes.kv_bytes_of_a_context
     if needed <= budget.budget_bytes:
@@ -117,6 +140,23 @@ def _require_fit(
         f"{format_bytes(needed - budget.budget_bytes)} more than the {limit}",
         " or ".join(_remedies(entry, sizes, weights, budget)) or "use a smaller model, or a device with more memory",
     )
+
+
+def _require_ranks(spec: ModelSpec, budgets: list[DeviceBudget]) -> int:
+    """How many devices the model is on at once. Raises UnservableFolder where it cannot be on so many."""
+    ranks = spec.gpus or 1
+    if budgets[0].device != HOST_MEMORY_DEVICE:
+        ranks = ranks_on(spec, [budget.budget_bytes for budget in budgets])
+    if spec.stages > 1 and budgets[0].device != HOST_MEMORY_DEVICE:
+        raise UnservableFolder(f"stages = {spec.stages} is for CPUs", "leave it out, and set gpus")
+    if spec.most_ranks % ranks:
+        counts = ", ".join(str(count) for count in range(1, spec.most_ranks + 1) if spec.most_ranks % count == 0)
+        raise UnservableFolder(f"it cannot be cut into {ranks} ranks", f"set gpus to one of {counts}")
+    if budgets[0].device == HOST_MEMORY_DEVICE:
+        return 1  # its ranks share the memory
+    if ranks > len(budgets):
+        raise UnservableFolder(f"gpus = {ranks}, and models may use {len(budgets)} here", "set gpus to fewer")
+    return ranks
 
 
 def _weights_bytes(entry: ModelEntryConfig, inspected: InspectionReport, task: ModelTask, budget: DeviceBudget) -> int:

@@ -22,7 +22,7 @@ anything is written. The folder has them in bf16: what a file lost when it was m
 template, and the tokens that end an answer come from the file too. The folder appears when all of it is on the disk;
 whatever stops this before leaves nothing of it.
 
-It needs the package gguf: pip install 'hearth[gguf]'
+It needs the package gguf: pip install 'hearth-server[gguf]'
 """
 app = command_app("import", "make a folder that is served of a GGUF file", _TEACHING)
 
@@ -37,7 +37,7 @@ def import_gguf(
 ) -> int:
     """Make a folder that is served of a GGUF file."""
     if importlib.util.find_spec("gguf") is None:
-        return fail("the package gguf is not installed, which knows these files: pip install 'hearth[gguf]'")
+        return fail("the package gguf is not installed, which knows these files: pip install 'hearth-server[gguf]'")
     target = to or file.with_suffix("")
     if target == file:
         return fail(f"{file} has no suffix to leave out: say which folder is to be made with --to")

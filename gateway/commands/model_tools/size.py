@@ -6,7 +6,7 @@ from typing import Final, Self
 
 from gateway.catalogue.bf12_size import Bf12Size, read_bf12_size
 from gateway.catalogue.catalogue import folder_of
-from gateway.catalogue.model_config import context_of, geometry_of, is_encoder, read_model_config
+from gateway.catalogue.model_config import context_of, expanded_bytes, geometry_of, is_encoder, read_model_config
 from gateway.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
@@ -19,7 +19,8 @@ class ModelSizes:
 
     weights_bytes        on a GPU, and on a CPU where the folder is not `compressed`.
     parameters_type      that the weights are stored as; empty for random ones.
-    kv_bytes_per_token   at 2 bytes a number, with fp8 at one.
+    kv_bytes_per_token   at 2 bytes a number, with fp8 at one, while no layer's window is full,
+    kv_bytes_of_a_context    and of context_tokens of them.
     """
 
     weights_bytes: int
@@ -28,10 +29,7 @@ class ModelSizes:
     context_tokens: int
     layers: int
     kv_bytes_per_token: int
-
-    @property
-    def kv_bytes_of_a_context(self) -> int:
-        return self.context_tokens * self.kv_bytes_per_token
+    kv_bytes_of_a_context: int
 
     @property
     def memory_bytes(self) -> int:
@@ -60,19 +58,22 @@ def sizes_of(config: Config, entry: ModelEntryConfig) -> ModelSizes | None:
         model_config = read_model_config(folder)
         geometry = geometry_of(model_config)
         random_bytes = _RANDOM_NUMBER_BYTES * geometry.parameters(model_config) if entry.random_weights else None
+        expanded = expanded_bytes(model_config, on_cpu=False)
         context = context_of(model_config)
     except (ModelFolderError, ValueError):
         return None
     compressed = None if entry.random_weights else read_bf12_size(folder)
     generates = not is_encoder(model_config)
+    tokens, number_bytes = min(context, entry.context_tokens or context), 1 if entry.kv_dtype == "fp8" else 2
     stored_type = str(model_config.get("torch_dtype") or model_config.get("dtype") or "float32")
     return ModelSizes(
-        weights_bytes=_weights_bytes(folder, entry, compressed, generates) if random_bytes is None else random_bytes,
+        weights_bytes=random_bytes or expanded or _weights_bytes(folder, entry, compressed, generates),
         compressed=compressed,
         parameters_type="" if entry.random_weights else stored_type,
-        context_tokens=min(context, entry.context_tokens or context),
+        context_tokens=tokens,
         layers=geometry.layers,
-        kv_bytes_per_token=generates * geometry.kv_numbers_per_token * (1 if entry.kv_dtype == "fp8" else 2),
+        kv_bytes_per_token=generates * geometry.kv_numbers_per_token * number_bytes,
+        kv_bytes_of_a_context=generates * geometry.kv_numbers(tokens) * number_bytes,
     )
 
 

@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter
 from cyclopts.validators import MutuallyExclusive
 from msgspec import UNSET, UnsetType
 
-from gateway.config import Config, load_config
+from gateway.config import Config, load_config, load_readable
 
 NONE: Final = "none"  # takes a setting back, where it may be unset
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -29,6 +29,10 @@ class SettingsSource:
     def load(self, *, host: str | None = None, port: int | None = None, device: str | None = None) -> Config:
         """The settings with these options over them. Raises SettingsError."""
         return load_config(self.config, state_folder=self.state, host=host, port=port, device=device)
+
+    def load_without_models(self) -> Config:
+        """As much of the settings as can be read, and none of [[models]]."""
+        return load_readable(self.config, self.state)
 
 
 def command_app(name: str, summary: str, teaching: str) -> App:
@@ -80,7 +84,7 @@ def parsed_by(parse: Callable[[str], Any], metavar: str, *, optional: bool = Fal
 SOURCE: Final = Parameter(parse=False)
 Source = Annotated[SettingsSource, SOURCE]
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
-AccountId = Annotated[str, Parameter(help="its id, 32 hex characters")]
+AccountRef = Annotated[str, Parameter(help="its name, or its id")]
 TokenId = Annotated[str, Parameter(help="its id: the part between the underscores")]
 Device = Annotated[str | None, Parameter(help="where models run: auto, cpu, cuda or cuda:N (default: auto)")]
 Duration = Annotated[float, parsed_by(parse_duration, "1d")]

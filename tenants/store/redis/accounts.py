@@ -6,15 +6,24 @@ from typing import Final
 import msgspec
 from msgspec import structs
 
-from tenants.records.accounts import DEFAULT_PLAN, Account, Plan
+from tenants.records.account_search import AccountSearch
+from tenants.records.accounts import DEFAULT_PLAN, Account, Plan, name_key
 from tenants.records.limits import Limits
 from tenants.records.tokens import ApiToken, TokenDigest
 from tenants.records.usage import MICRO
 from tenants.store.codec import account_document, plan_document, read_account, read_plan
-from tenants.store.redis import scripts
+from tenants.store.protocol import NameTaken
+from tenants.store.redis import account_scripts as scripts
 from tenants.store.redis.database import RedisDatabase, account_key
 
 _PLANS: Final = "hearth:plans"
+_ACCOUNTS: Final = "hearth:accounts"
+_NAMED: Final = "hearth:named"
+_DELETIONS: Final = "hearth:deletions"
+_BY_NAME: Final = "hearth:accounts:by_name"
+_BY_AGE: Final = "hearth:accounts:by_age"
+_INDEXED_AT_ONCE: Final = 100
+_SEARCHES_MAX: Final = 3  # of one search, while earlier versions change what it finds
 # An account of the first version has columns in place of its document.
 _FIRST_VERSION: Final = ("name", "requests_per_minute", "micro_neurons_per_day", "concurrent_requests", "burst")
 _ACCOUNT: Final = ("created_at", "revision", "suspended_at", "plan", "document", *_FIRST_VERSION)
@@ -30,12 +39,55 @@ class RedisAccountStore:
     def __init__(self, database: RedisDatabase) -> None:
         self._database = database
 
-    async def add(self, account: Account) -> None:
-        await self._database.ask("SADD", "hearth:accounts", account.id)
-        suspended = () if account.suspended_at is None else ("suspended_at", account.suspended_at)
-        times = ("created_at", account.created_at, *suspended)
-        columns = ("revision", account.revision, "plan", account.plan.name, "document", account_document(account))
-        await self._database.ask("HSET", account_key(account.id), *times, *columns)
+    async def add(self, account: Account, *, shared_name: bool = False) -> None:
+        await self._write(account, "", "created_at", account.created_at, shared_name=shared_name)
+
+    async def _write(self, account: Account, before: int | str, *fields: object, shared_name: bool = False) -> bool:
+        """See scripts.WRITE_ACCOUNT. Raises NameTaken."""
+        await self._index_accounts()
+        due_at = "" if account.deletion is None else account.deletion.due_at
+        head = (account.id, name_key(account.name), int(shared_name), due_at, before)
+        suspended_at = "" if account.suspended_at is None else account.suspended_at
+        plan, document = account.plan.name, account_document(account)
+        columns = ("revision", account.revision, "suspended_at", suspended_at, "plan", plan, "document", document)
+        key = account_key(account.id)
+        answer = await self._database.run_lasting(scripts.WRITE_ACCOUNT, key, *head, *columns, *fields)
+        if isinstance(answer, bytes):
+            raise NameTaken(answer.decode())
+        return bool(answer)
+
+    async def _index_accounts(self) -> None:
+        """Sees to it that accounts are found that an earlier version added or removed."""
+        counts = await self._database.ask_all(("SCARD", _ACCOUNTS), ("SCARD", _NAMED), ("ZCARD", _BY_NAME))
+        if len(set(counts)) == 1:
+            return
+        ids, named, lines = await self._database.read(
+            ("SMEMBERS", _ACCOUNTS), ("SMEMBERS", _NAMED), ("ZRANGE", _BY_NAME, 0, -1)
+        )
+        there = {line.split(b"\n")[1]: line.decode() for line in lines}
+        missing = sorted((ids - named) | (ids ^ there.keys()))
+        await self._index([(id.decode(), there.get(id, "")) for id in missing])
+
+    async def _index(self, accounts: Sequence[tuple[str, str]]) -> None:
+        """Indexes accounts anew: their ids, and the lines that they have in the index."""
+        for first in range(0, len(accounts), _INDEXED_AT_ONCE):
+            some = accounts[first : first + _INDEXED_AT_ONCE]
+            stored = await self._stored([id for id, _ in some])
+            keys = ["" if account is None else name_key(account.name) for account in stored]
+            calls = [(account_key(id), (id, key, line)) for (id, line), key in zip(some, keys, strict=True)]
+            await self._database.run_script(scripts.INDEX_ACCOUNT, calls)
+
+    async def named(self, name: str) -> Sequence[Account]:
+        await self._index_accounts()
+        key = name_key(name)
+        (ids,) = await self._database.read(("SMEMBERS", f"hearth:name:{key}"))
+        # An earlier version may have renamed one since, which the index does not know.
+        return [account for account in await self._accounts(ids) if name_key(account.name) == key]
+
+    async def _accounts(self, ids: Sequence[bytes]) -> list[Account]:
+        """The accounts of these ids that exist, oldest first."""
+        accounts = [await self.get(account_id.decode()) for account_id in ids]
+        return sorted(filter(None, accounts), key=lambda account: (account.created_at, account.id))
 
     async def get(self, account_id: str) -> Account | None:
         commands = ("HMGET", account_key(account_id), *_ACCOUNT), ("HGETALL", _PLANS)
@@ -46,16 +98,53 @@ class RedisAccountStore:
         return account
 
     async def list(self) -> Sequence[Account]:
-        ids = await self._database.account_ids()
-        columns = [("HMGET", account_key(account_id), *_ACCOUNT) for account_id in ids]
-        plans, *rows = await self._database.read(("HGETALL", _PLANS), *columns)
-        accounts = [_account(account_id, row, plans) for account_id, row in zip(ids, rows, strict=True)]
+        accounts = await self._stored(await self._database.account_ids())
         return sorted(filter(None, accounts), key=lambda account: (account.created_at, account.id))
 
+    async def of_ids(self, ids: Sequence[str]) -> Sequence[Account]:
+        return [account for account in await self._stored(ids) if account is not None]
+
+    async def _stored(self, ids: Sequence[str]) -> Sequence[Account | None]:
+        """The accounts of these ids, read some at a time; their plans last, since one may be new."""
+        rows = await self._database.read_apart([("HMGET", account_key(account_id), *_ACCOUNT) for account_id in ids])
+        (plans,) = await self._database.read(("HGETALL", _PLANS))
+        return [_account(account_id, row, plans) for account_id, row in zip(ids, rows, strict=True)]
+
+    async def search(self, search: AccountSearch) -> tuple[Sequence[Account], int]:
+        await self._index_accounts()
+        index = _BY_NAME if search.order == "name" else _BY_AGE
+        suspended = "" if search.suspended is None else int(search.suspended)
+        wanted = (name_key(search.name), search.plan or "", suspended, search.first, search.limit)
+        for _ in range(_SEARCHES_MAX):
+            count, lines = await self._database.run_script_once(scripts.SEARCH_ACCOUNTS, index, *wanted)
+            by_id = dict(_id_and_line(line.decode(), search.order) for line in lines)
+            stored = dict(zip(by_id, await self._stored(list(by_id)), strict=True))
+            stale = [(id, line) for id, line in by_id.items() if not _is_of(line, stored[id])]
+            if not stale:
+                break
+            await self._index(stale)  # an earlier version has changed them since
+        return [account for account in stored.values() if account is not None], count
+
     async def update(self, account: Account) -> bool:
-        suspended_at = "" if account.suspended_at is None else account.suspended_at
-        change = (account.revision, suspended_at, account.plan.name, account_document(account))
-        return bool(await self._database.run_script_once(scripts.UPDATE_ACCOUNT, account_key(account.id), 0, *change))
+        return await self._write(account, account.revision - 1)
+
+    async def due_deletions(self, now_s: int) -> Sequence[Account]:
+        (ids,) = await self._database.read(("ZRANGEBYSCORE", _DELETIONS, "-inf", now_s))
+        return await self._accounts(ids)
+
+    async def remove(self, account_id: str) -> None:
+        key, tokens = account_key(account_id), account_key(account_id, "tokens")
+        name, line, ids = await self._database.read(("HGET", key, "name_key"), ("HGET", key, "line"), ("HKEYS", tokens))
+        gone = [f"hearth:token:{token_id.decode()}" for token_id in ids]
+        names = () if name is None else (("SREM", b"hearth:name:" + name, account_id),)
+        removals = (*names, ("SREM", _ACCOUNTS, account_id), ("SREM", _NAMED, account_id))
+        if line is not None:
+            words = line.split(b"\n")
+            by_age = b"\n".join((words[1], words[0], *words[2:]))
+            removals = (*removals, ("ZREM", _BY_NAME, line), ("ZREM", _BY_AGE, by_age))
+        gone += [tokens, account_key(account_id, "revoked"), key]
+        await self._database.read(("UNLINK", *gone), ("ZREM", _DELETIONS, account_id), *removals)
+        self._database.recent.forget(key)
 
     async def plans(self) -> Sequence[Plan]:
         (plans,) = await self._database.read(("HGETALL", _PLANS))
@@ -63,17 +152,19 @@ class RedisAccountStore:
 
     async def put_plan(self, plan: Plan) -> bool:
         change = (plan.name, plan.revision, plan_document(plan))
-        return bool(await self._database.run_script_once(scripts.PUT_PLAN, _PLANS, 0, *change))
+        return bool(await self._database.run_lasting(scripts.PUT_PLAN, _PLANS, *change))
 
     async def remove_plan(self, name: str) -> bool:
+        self._database.recent.forget(_PLANS)
         await self._database.ask("HDEL", f"{_PLANS}:revisions", name)
         return bool(await self._database.ask("HDEL", _PLANS, name))
 
     async def add_token(self, token: ApiToken, digest: TokenDigest) -> bool:
         if not await self._database.ask("EXISTS", account_key(token.account_id)):
             return False
-        await self._database.ask("SETNX", f"hearth:token:{token.id}", token.account_id)
-        await self._database.ask("HSETNX", account_key(token.account_id, "tokens"), token.id, _pack((token, [digest])))
+        key, document = account_key(token.account_id), _pack((token, [digest]))
+        await self._database.ask_lasting(key, "SETNX", f"hearth:token:{token.id}", token.account_id)
+        await self._database.ask_lasting(key, "HSETNX", account_key(token.account_id, "tokens"), token.id, document)
         return True
 
     async def token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest], Account] | None:
@@ -114,7 +205,9 @@ class RedisAccountStore:
         owner = await self._database.ask("GET", f"hearth:token:{token_id}")
         if owner is None:
             return False
-        await self._database.ask("HSETNX", account_key(owner.decode(), "revoked"), token_id, revoked_at)
+        account_id = owner.decode()
+        change = ("HSETNX", account_key(account_id, "revoked"), token_id, revoked_at)
+        await self._database.ask_lasting(account_key(account_id), *change)
         return True
 
 
@@ -136,6 +229,22 @@ def _account(account_id: str, columns: Sequence[bytes | None], plans: dict[bytes
         document or _first_version_document(first_version),
         DEFAULT_PLAN if stored_plan is None else read_plan(stored_plan),
     )
+
+
+def _id_and_line(line: str, order: str) -> tuple[str, str]:
+    """The id of a line of the index by name or by age, and the line as it is in the one by name."""
+    one, other, *rest = line.split("\n")
+    id, key = (other, one) if order == "name" else (one, other)
+    return id, "\n".join((key, id, *rest))
+
+
+def _is_of(line: str, account: Account | None) -> bool:
+    """Whether a line of the index says what the account is; its plan may be one that is gone."""
+    if account is None:
+        return False
+    key, _, plan, suspended = line.split("\n")
+    same_plan = plan == account.plan.name or account.plan.name == DEFAULT_PLAN.name
+    return (key, suspended == "1") == (name_key(account.name), account.suspended_at is not None) and same_plan
 
 
 def _first_version_document(columns: Sequence[bytes | None]) -> bytes:

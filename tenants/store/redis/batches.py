@@ -279,10 +279,15 @@ class RedisBatchStore:
             tokens = (record.prompt_tokens, record.completion_tokens)
             used = (record.request_id, record.day, _pack(record), *tokens)
         key = (item.model, item.batch_id, item.place)
-        return bool(await self._run(_END, item.account_id, *key, int(succeeded), result, *used))
+        arguments = (self._database.now_us(), *key, int(succeeded), result, *used)
+        ended = await self._database.run_lasting(_END, account_key(item.account_id), *arguments)
+        if record is not None:
+            self._database.recent.settle(item.account_id, record.request_id)
+        return bool(ended)
 
     async def close(self, account_id: str, batch_id: str, status: BatchStatus) -> bool:
-        return bool(await self._run(_CLOSE, account_id, batch_id, str(status)))
+        arguments = (self._database.now_us(), batch_id, str(status))
+        return bool(await self._database.run_lasting(_CLOSE, account_key(account_id), *arguments))
 
     async def discard(self, account_id: str) -> None:
         index = account_key(account_id, "batches")

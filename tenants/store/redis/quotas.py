@@ -13,10 +13,13 @@ from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
 from tenants.records.usage import DAY_US, MICRO, Balance, Totals, UsageRecord, UsageRow
 from tenants.store.protocol import USAGE_COLUMNS
 from tenants.store.redis import scripts
-from tenants.store.redis.database import SCAN_FIELDS, RedisDatabase, account_key, grouped
+from tenants.store.redis.database import SCAN_FIELDS, RedisDatabase, account_key, grouped, run_command
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS
 
 _SUMS: Final = Totals.__struct_fields__
+_NEVER_US: Final = 1 << 52  # no hold expires later; Lua counts exactly so far
+_USAGE_PARTS: Final = ("day", "month", "usage", "ledger")  # keys of an account's usage
+_KEPT_PARTS: Final = ("audit", "tokens", "revoked")  # keys of an account that are others' to remove, or stay
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_record = msgspec.msgpack.Decoder(UsageRecord).decode
@@ -32,10 +35,14 @@ class RedisQuotaStore:
         record, now = hold.record, self._database.now_us()
         request = (record.request_id, record.token_id, hold.held, hold.lifetime_us, _pack(record), hold.output)
         arguments = (account_key(record.account_id), now, *request, record.subjects, _pack(hold.caps))
-        code, *answer = await self._database.run_script_once(scripts.RESERVE, *arguments)
+        await self._database.guard.require_followed()
+        run = self._database.run_everywhere if hold.strict else self._database.run_script_once
+        code, *answer = await run(scripts.RESERVE, *arguments)
         if not code:
             day, held, *after = answer
-            return Granted(day, held, tuple(after))
+            granted = Granted(day, held, tuple(after))
+            self._database.recent.grant(hold, granted)
+            return granted
         if code == scripts.DENIAL_CODES[DenialReason.NO_ACCOUNT]:
             await self._database.require_data()
         return _denied(code, answer)
@@ -57,6 +64,8 @@ class RedisQuotaStore:
             for key, group in grouped(records, _account_key)
         ]
         await self._database.run_script(scripts.CHECKPOINT, calls)
+        for record in records:
+            self._database.recent.renew(record)
 
     async def settle(self, records: Sequence[UsageRecord]) -> None:
         now = self._database.now_us()
@@ -68,6 +77,11 @@ class RedisQuotaStore:
         if not all(written):
             await self._database.require_data()
             await self._database.run_script(scripts.SETTLE, [(key, (now, 1, *parts)) for key, parts in groups])
+        for key, parts in groups:
+            command = run_command(scripts.SETTLE, key, (now, 0, *parts))
+            self._database.recent.write(key, command, scripts.SETTLE)
+        for record in records:
+            self._database.recent.settle(record.account_id, record.request_id)
 
     async def sweep(self) -> int:
         now, swept = self._database.now_us(), 0
@@ -78,6 +92,15 @@ class RedisQuotaStore:
             calls = unfinished + calls[PIPELINE_COMMANDS:]
             swept += sum(counts)
         return swept
+
+    async def remove(self, account_id: str, *, keep_usage: bool) -> None:
+        key = account_key(account_id)
+        while await self._database.run_script_once(scripts.SWEEP, key, _NEVER_US) == scripts.SWEEP_MAX:
+            pass
+        kept = (*_USAGE_PARTS, *_KEPT_PARTS) if keep_usage else _KEPT_PARTS
+        self._database.recent.forget(key)
+        gone = [name async for name, part in self._database.account_keys(account_id) if part.split(":")[0] not in kept]
+        await self._database.read_apart([("UNLINK", name) for name in gone])
 
     async def totals(self, account_id: str, day: int) -> Totals:
         return _totals(await self._database.ask("HMGET", account_key(account_id, f"day:{day}"), *_SUMS))

@@ -4,9 +4,12 @@ Each script begins with what all have in common; KEYS[1] is the account's key (o
 and ARGV[1] the time in microseconds, 0 for Redis' own.
 """
 
+import functools
+import hashlib
 from typing import Final
 
 from tenants.records.holds import DenialReason
+from tenants.records.leases import LEASE_PREFIX, LeaseState
 from tenants.records.limits import MINUTE_US
 from tenants.records.usage import DAY_US, EXPIRED, MICRO
 from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
@@ -55,6 +58,19 @@ local function spend(day, subject, micro_neurons)
     end
 end
 
+local function is_lease(subject) return string.sub(subject, 1, {len(LEASE_PREFIX)}) == '{LEASE_PREFIX}' end
+
+-- What a call holds, used and gives back of a lease: changes of `sums`.
+local function charge_lease(subject, changes)
+    local key = account .. ':' .. subject
+    if redis.call('EXISTS', key) == 0 then return end
+    for i = 3, 5 do
+        if changes[i] ~= 0 then redis.call('HINCRBY', key, sums[i], changes[i]) end
+    end
+    redis.call('HINCRBY', key, 'used', string.format('%.0f', changes[2] + changes[6]))
+    redis.call('HINCRBY', key, 'open', changes[7])
+end
+
 local function counted(subjects)
     local names = {{''}}
     for subject in string.gmatch(subjects or '', '[^\\n]+') do names[#names + 1] = subject end
@@ -88,7 +104,7 @@ local function give_back(record, subjects, hold)
     for rate in string.gmatch(hold.rates, '%d+') do
         at = at + 1
         local key = gauge(subjects[at])
-        add(key, {{'open', 'output'}}, {{-1, -hold.output}})
+        if not is_lease(subjects[at]) then add(key, {{'open', 'output'}}, {{-1, -hold.output}}) end
         if rate ~= '0' and record[7] > 0 then
             local lasts = math.ceil(record[7] * {MINUTE_US} / tonumber(rate))
             local before = tonumber(redis.call('HGET', key, 'output_us') or 0)
@@ -131,8 +147,12 @@ local function write(request, day, hold, bytes)
     end
     local subjects = counted(record[14])
     for _, subject in ipairs(subjects) do
-        add(day_key(day, subject), sums, changes, day)
-        spend(day, subject, changes[2] + changes[6])
+        if is_lease(subject) then
+            charge_lease(subject, changes)
+        else
+            add(day_key(day, subject), sums, changes, day)
+            spend(day, subject, changes[2] + changes[6])
+        end
     end
     if hold then give_back(record, subjects, hold) end
 end
@@ -195,7 +215,14 @@ local function is_budget(cap)
     return cap.measure == '{DenialReason.NEURONS_PER_DAY}' or cap.measure == '{DenialReason.NEURONS_PER_MONTH}'
 end
 
+local function lease_left(subject)
+    local row = redis.call('HMGET', account .. ':' .. subject, 'state', 'until_us', 'amount', 'used')
+    if row[1] ~= '{LeaseState.OPEN}' or now >= tonumber(row[2]) then return -1 end
+    return tonumber(row[3]) - tonumber(row[4])
+end
+
 local function left(cap)
+    if cap.measure == '{DenialReason.LEASE}' then return lease_left(cap.subject) end
     local measure, read = cap.measure, used(cap.subject)
     if measure == '{DenialReason.NEURONS_PER_DAY}' then return cap.allowed - spent(today, cap.subject) end
     if measure == '{DenialReason.NEURONS_PER_MONTH}' then return cap.allowed - spent_this_month(cap.subject) end
@@ -237,9 +264,12 @@ for i, cap in ipairs(caps) do
     local room, measure = left(cap), cap.measure
     local in_use = cap.allowed - room
     after[i] = room
-    if is_budget(cap) then
+    if is_budget(cap) or measure == '{DenialReason.LEASE}' then
         if room < cap.min_amount then
             local ends = today + 1
+            if measure == '{DenialReason.LEASE}' then
+                return {{codes[measure], {MICRO}, cap.allowed, in_use, cap.subject}}
+            end
             if measure == '{DenialReason.NEURONS_PER_MONTH}' then ends = first_of_month(first_of_month(today) + 31) end
             return {{codes[measure], ends * {DAY_US} - now, cap.allowed, in_use, cap.subject}}
         end
@@ -252,10 +282,9 @@ for i, cap in ipairs(caps) do
 end
 
 local rates = {{}}
-for i, subject in ipairs(subjects) do
+local function take_of(i, subject)
     local key, read = gauge(subject), used(subject)
     local written = {{'open', read.open + 1, 'output', read.output + output}}
-    rates[i] = 0
     for j, cap in ipairs(caps) do
         if cap.subject == subject then
             if cap.measure == '{DenialReason.REQUESTS_PER_MINUTE}' then
@@ -274,12 +303,20 @@ for i, subject in ipairs(subjects) do
     add(day_key(today, subject), {{'held', 'open'}}, {{granted, 1}}, today)
     spend(today, subject, granted)
 end
+for i, subject in ipairs(subjects) do
+    rates[i] = 0
+    if is_lease(subject) then
+        charge_lease(subject, {{0, 0, 0, 0, 0, granted, 1}})
+    else
+        take_of(i, subject)
+    end
+end
 local terms = string.format('%.0f:%.0f:%.0f:%s:', today, granted, output, table.concat(rates, ','))
 redis.call('HSET', holds, request, terms .. record)
 redis.call('ZADD', expiries, now + lifetime, request)
 local answer = {{0, today, granted}}
 for i, cap in ipairs(caps) do
-    local taken = is_budget(cap) and granted or cap.cost
+    local taken = (is_budget(cap) or cap.measure == '{DenialReason.LEASE}') and granted or cap.cost
     if cap.measure == '{DenialReason.CONCURRENT_REQUESTS}' then taken = 1 end
     answer[i + 3] = after[i] - taken
 end
@@ -330,6 +367,35 @@ end
 return 1
 """
 
+# ARGV: now, then request, day, held, output, rates, lifetime, record of each: holds that were granted, and that this
+# primary may have lost. Nothing is compared. Rates of requests and of prompts are not counted again: what was granted
+# lately would hold up what comes now.
+RESTATE: Final = f"""{COMMON}
+if redis.call('EXISTS', account) == 0 then return 0 end
+for i = 2, #ARGV, 7 do
+    local request, day, held, output, rates, lifetime, record = unpack(ARGV, i, i + 6)
+    local recorded = redis.call('HGET', account .. ':ledger:' .. day, request)
+    local held_already = redis.call('HEXISTS', holds, request) == 1
+    if held_already or not recorded or cmsgpack.unpack(recorded)[8] == '{EXPIRED}' then
+        if not held_already then
+            for _, subject in ipairs(counted(cmsgpack.unpack(record)[14])) do
+                if is_lease(subject) then
+                    charge_lease(subject, {{0, 0, 0, 0, 0, tonumber(held), 1}})
+                else
+                    add(gauge(subject), {{'open', 'output'}}, {{1, tonumber(output)}})
+                    if subject ~= '' then redis.call('EXPIRE', gauge(subject), {GAUGE_S}) end
+                    add(day_key(day, subject), {{'held', 'open'}}, {{tonumber(held), 1}}, day)
+                    spend(day, subject, tonumber(held))
+                end
+            end
+        end
+        redis.call('HSET', holds, request, table.concat({{day, held, output, rates, record}}, ':'))
+        redis.call('ZADD', expiries, now + tonumber(lifetime), request)
+    end
+end
+return 1
+"""
+
 SWEEP: Final = f"{COMMON}return expire()"
 
 # ARGV: now, first day, last day. Returns the days of them that have usage, and how many sums each has.
@@ -340,25 +406,6 @@ for day = ARGV[2], ARGV[3] do
     if count > 0 then days[#days + 1] = {{day, count}} end
 end
 return days
-"""
-
-# ARGV: now, revision, suspended_at, plan, document.
-UPDATE_ACCOUNT: Final = f"""{COMMON}
-if redis.call('EXISTS', account) == 0 then return 0 end
-if tonumber(redis.call('HGET', account, 'revision') or 1) ~= tonumber(ARGV[2]) - 1 then return 0 end
-redis.call('HSET', account, 'revision', ARGV[2], 'plan', ARGV[4], 'document', ARGV[5])
-if ARGV[3] == '' then redis.call('HDEL', account, 'suspended_at') else
-    redis.call('HSET', account, 'suspended_at', ARGV[3])
-end
-return 1
-"""
-
-# KEYS: hearth:plans. ARGV: now, name, revision, document.
-PUT_PLAN: Final = f"""{COMMON}
-if tonumber(redis.call('HGET', account .. ':revisions', ARGV[2]) or 0) ~= tonumber(ARGV[3]) - 1 then return 0 end
-redis.call('HSET', account .. ':revisions', ARGV[2], ARGV[3])
-redis.call('HSET', account, ARGV[2], ARGV[4])
-return 1
 """
 
 # ARGV: now, seq, entry.
@@ -378,3 +425,9 @@ for i, id in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', ARGV[2], 'LIMIT
 end
 return taken
 """
+
+
+@functools.cache
+def digest(script: str) -> str:
+    """The name that Redis knows a script by."""
+    return hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()

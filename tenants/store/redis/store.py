@@ -3,6 +3,7 @@
 database.py says which keys it has, and how that Redis must be set up.
 """
 
+import secrets
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,20 +18,35 @@ from tenants.store.protocol import (
     BatchStore,
     ClaimStore,
     Clock,
+    ClusterStore,
+    LeaseStore,
     NoticeStore,
     QuotaStore,
     StoreUnavailable,
 )
 from tenants.store.redis import scripts
 from tenants.store.redis.accounts import RedisAccountStore
+from tenants.store.redis.advice import advice_for
 from tenants.store.redis.batches import RedisBatchStore
+from tenants.store.redis.cluster import RedisClusterStore
 from tenants.store.redis.database import RedisDatabase, account_key
+from tenants.store.redis.leases import RedisLeaseStore
 from tenants.store.redis.quotas import RedisQuotaStore
 
 # What an earlier version wrote is read as it is: 1, which had no version, kept accounts in columns.
 VERSION: Final = 2
 _VERSION_KEY: Final = "hearth:version"
 _NOTICES: Final = "hearth:notices"
+
+# KEYS: a claim's key. ARGV: value, lifetime, and a name of the one who asks, for a moment: what got no answer is asked
+# once more, and the key is then its own.
+_CLAIM: Final = """
+local value, asker = redis.call('GET', KEYS[1]), KEYS[1] .. ':by'
+if value then return redis.call('GET', asker) ~= ARGV[3] and value end
+redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
+redis.call('SET', asker, ARGV[3], 'EX', 10)
+return false
+"""
 
 _pack = msgspec.msgpack.Encoder().encode
 _unpack_entry = msgspec.msgpack.Decoder(AuditEntry).decode
@@ -44,10 +60,12 @@ class RedisStore:
         self._database = RedisDatabase(url, clock)
         self.accounts: AccountStore = RedisAccountStore(self._database)
         self.quotas: QuotaStore = RedisQuotaStore(self._database)
+        self.leases: LeaseStore = RedisLeaseStore(self._database)
         self.batches: BatchStore = RedisBatchStore(self._database)
         self.audit: AuditStore = RedisAuditStore(self._database)
         self.claims: ClaimStore = RedisClaimStore(self._database)
         self.notices: NoticeStore = RedisNoticeStore(self._database)
+        self.cluster: ClusterStore = RedisClusterStore(self._database)
 
     async def ping(self) -> None:
         """Writes, because a full Redis and a replica answer a PING. Also raises where a newer Hearth has written."""
@@ -59,16 +77,11 @@ class RedisStore:
         await self._database.ask("SET", _VERSION_KEY, VERSION)
 
     async def advice(self) -> Sequence[str]:
-        persistence, memory = await self._database.read(("INFO", "persistence"), ("INFO", "memory"))
-        lines = []
-        if memory["maxmemory"] and memory["maxmemory_policy"] != "noeviction":
-            lines.append("Redis may evict accounts and usage: set `maxmemory-policy noeviction`")
-        if not persistence["aof_enabled"]:
-            lines.append("Redis forgets everything since its last snapshot when it stops: set `appendonly yes`")
-        return lines
+        return await advice_for(self._database)
 
     async def close(self) -> None:
-        await self._database.pipeline.close()
+        for pipeline in self._database.pipelines:
+            await pipeline.close()
         await self._database.reads.aclose()
 
 
@@ -99,12 +112,9 @@ class RedisClaimStore:
         self._database = database
 
     async def claim(self, account_id: str, key: str, value: bytes, lifetime_s: int) -> bytes | None:
-        name = account_key(account_id, f"claim:{key}")
-        while not await self._database.ask("SET", name, value, "NX", "EX", lifetime_s):
-            existing: bytes | None = await self._database.ask("GET", name)
-            if existing is not None:
-                return existing
-        return None
+        arguments = (account_key(account_id, f"claim:{key}"), value, lifetime_s, secrets.token_bytes(8))
+        existing: bytes | None = await self._database.run_script_once(_CLAIM, *arguments)
+        return existing
 
     async def replace(self, account_id: str, key: str, value: bytes | None, lifetime_s: int) -> None:
         name = account_key(account_id, f"claim:{key}")

@@ -90,6 +90,7 @@ class SqliteBatchStore:
             for place, body in enumerate(bodies, first):
                 for (number,) in self._run(insert, (place, batch_id, account_id)).fetchall():
                     self._run("INSERT INTO batch_bodies VALUES (?, ?)", (number, body))
+        await self._file.wrote(bodies)
 
     async def open(self, account_id: str, batch_id: str) -> None:
         arrived = f"""UPDATE batches SET status = 'queued', expires_at = created_at + {batches.WAITING_S}

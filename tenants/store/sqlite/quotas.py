@@ -10,11 +10,13 @@ from typing import Any, Final, NamedTuple
 from msgspec import structs
 
 from tenants.records.holds import Cap, DenialReason, Denied, Granted, Hold
+from tenants.records.leases import LEASE_PREFIX
 from tenants.records.limits import lasts_us
 from tenants.records.usage import EXPIRED, Balance, Totals, UsageRecord, UsageRow, day_of, first_of_month
 from tenants.store.decision import SubjectUsage, decide, first_denial, remaining
 from tenants.store.protocol import RETENTION_DAYS, USAGE_COLUMNS
 from tenants.store.sqlite.file import SqliteFile
+from tenants.store.sqlite.leases import charge_lease, lease_left
 from tenants.store.sqlite.schema import NEVER_US
 
 _RECORD_COLUMNS: Final = ", ".join(UsageRecord.__struct_fields__)
@@ -170,6 +172,9 @@ class SqliteQuotaStore:
             if subject in monthly:
                 (month,) = self._run(_MONTH_USAGE, (account_id, subject, first_of_month(day), day)).fetchone()
                 used[subject] = used[subject]._replace(month=month)
+            if subject.startswith(LEASE_PREFIX):
+                left = lease_left(self._file, account_id, subject, now_us)
+                used[subject] = used[subject]._replace(lease=left)
         return used
 
     def _hold(self, hold: Hold, granted: Granted, used: dict[str, SubjectUsage], now_us: int) -> None:
@@ -184,6 +189,9 @@ class SqliteQuotaStore:
             requests_us = max(before.requests_us, now_us) + requests.cost_us if requests else before.requests_us
             input_us = max(before.input_us, now_us) + input_tokens.cost_us if input_tokens else before.input_us
             rates.append(str(output.allowed if output else 0))
+            if subject.startswith(LEASE_PREFIX):
+                charge_lease(self._file, account_id, subject, (granted.held, 1, 0, 0, 0))
+                continue
             self._run(_ADD_TO_GAUGE, (account_id, subject, requests_us, input_us, hold.output))
             self._run(_ADD_TO_DAY, (account_id, subject, granted.day, 0, 0, 0, 0, 0, granted.held, 1))
         identity = (record.token_id, record.model, record.started_us, record.subjects)
@@ -220,17 +228,30 @@ class SqliteQuotaStore:
         """Removes ledgers and counters of older days, and notices and claims that are over; a ledger some records at a
         time, and its day's counters last, so that an end in the middle is no end."""
         old_days = ("SELECT account_id, day FROM days WHERE day < ? AND subject = ''", (day,))
-        for old in (await asyncio.to_thread(self._file.snapshot, old_days))[0]:
-            for sums in ("usage", "usage_rows"):
-                self._file.write(f"DELETE FROM {sums} WHERE account_id = ? AND day = ?", *old)
-            removed = 1
-            while removed:
-                removed = self._file.write(_REMOVE_RECORDS, *old, REMOVED_AT_ONCE)
-                await asyncio.sleep(0)
-            self._file.write("DELETE FROM days WHERE account_id = ? AND day = ?", *old)
+        await self._remove_days((await asyncio.to_thread(self._file.snapshot, old_days))[0])
         with self._file.transaction():
             self._run("DELETE FROM notices WHERE due_at < ?", (day * 86_400,))
             self._run("DELETE FROM claims WHERE until_s < ?", (int(self._file.clock()),))
+
+    async def _remove_days(self, days: Iterable[tuple[str, int]]) -> None:
+        """Removes these days of accounts, each by its id."""
+        for day in days:
+            for sums in ("usage", "usage_rows"):
+                self._file.write(f"DELETE FROM {sums} WHERE account_id = ? AND day = ?", *day)
+            removed = 1
+            while removed:
+                removed = self._file.write(_REMOVE_RECORDS, *day, REMOVED_AT_ONCE)
+                await asyncio.sleep(0)
+            self._file.write("DELETE FROM days WHERE account_id = ? AND day = ?", *day)
+
+    async def remove(self, account_id: str, *, keep_usage: bool) -> None:
+        with self._file.transaction():
+            self._expire(account_id, NEVER_US)
+            for table in ("gauges", "claims", "leases"):
+                self._run(f"DELETE FROM {table} WHERE account_id = ?", (account_id,))
+        if not keep_usage:
+            days = self._file.rows("SELECT DISTINCT account_id, day FROM days WHERE account_id = ?", account_id)
+            await self._remove_days(days)
 
     async def totals(self, account_id: str, day: int) -> Totals:
         select = f"SELECT {_DAY_COLUMNS} FROM days WHERE account_id = ? AND subject = '' AND day = ?"
@@ -299,7 +320,11 @@ class SqliteQuotaStore:
             requests, change = 0, self._replace_expired(row)
         held, holds = (release.held, 1) if release else (0, 0)
         for subject in record.subjects_counted:
-            self._run(_ADD_TO_DAY, (record.account_id, subject, day, requests, *change, -held, -holds))
+            if subject.startswith(LEASE_PREFIX):
+                micro_neurons, *tokens = change
+                charge_lease(self._file, record.account_id, subject, (micro_neurons - held, -holds, *tokens))
+            else:
+                self._run(_ADD_TO_DAY, (record.account_id, subject, day, requests, *change, -held, -holds))
         if release is not None:
             self._release_gauges(record, release, now_us)
 

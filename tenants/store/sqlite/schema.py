@@ -140,8 +140,18 @@ CREATE TRIGGER batch_items_deleted AFTER DELETE ON batch_items BEGIN
 END
 """
 
+# `name_key` is of the name in the document, by the function of tenants/records/accounts.py; `delete_at` is when the
+# account is to be removed.
+_NAMES: Final = """
+ALTER TABLE accounts ADD COLUMN name_key TEXT NOT NULL DEFAULT '';
+ALTER TABLE accounts ADD COLUMN delete_at INTEGER;
+UPDATE accounts SET name_key = name_key(json_extract(document, '$.name'));
+CREATE INDEX accounts_named ON accounts (name_key);
+CREATE INDEX accounts_deleted ON accounts (delete_at) WHERE delete_at IS NOT NULL
+"""
+
 # From version i + 1 to i + 2. A new file goes through all of them as well: there is one way to every version.
-MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES, _BODIES)
+MIGRATIONS: Final = (_GRANTS, _SUBJECTS, _TAGS, _BATCHES, _BODIES, _NAMES)
 SCHEMA_VERSION: Final = 1 + len(MIGRATIONS)
 
 NEVER_US: Final = 1 << 62  # `accounts.sweep_us` of an account without holds
@@ -192,4 +202,22 @@ INSERT INTO usage SELECT account_id, day, token_id, model,
     CASE WHEN tags = '' OR place <= {TAGGED_MAX} THEN tags ELSE '{OTHER_TAGS}' END AS shown, sum(requests),
     sum(micro_neurons), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens)
 FROM kinds GROUP BY account_id, day, token_id, model, shown
+"""
+
+# Slices of budgets that other cells lent this one, a column for each field of QuotaLease; no version of its own either.
+LEASES: Final = """
+CREATE TABLE IF NOT EXISTS leases (
+    account_id TEXT NOT NULL, id TEXT NOT NULL, home TEXT NOT NULL, token_id TEXT NOT NULL, subjects TEXT NOT NULL,
+    state INTEGER NOT NULL, amount INTEGER NOT NULL, day INTEGER NOT NULL, begun_us INTEGER NOT NULL,
+    until_us INTEGER NOT NULL, used INTEGER NOT NULL, open INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL, returned INTEGER NOT NULL,
+    PRIMARY KEY (account_id, id)
+) STRICT, WITHOUT ROWID
+"""
+
+# The hosts that share this store; no version of its own, as a Hearth that does not know them opens the file as well.
+CLUSTER: Final = """
+CREATE TABLE IF NOT EXISTS cluster (
+    kind TEXT NOT NULL, id TEXT NOT NULL, document BLOB NOT NULL, uses INTEGER NOT NULL, PRIMARY KEY (kind, id)
+) STRICT, WITHOUT ROWID
 """

@@ -8,10 +8,22 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from tenants.records.accounts import AuditEntry, Notice
-from tenants.store.protocol import AccountStore, AuditStore, BatchStore, ClaimStore, Clock, NoticeStore, QuotaStore
+from tenants.store.protocol import (
+    AccountStore,
+    AuditStore,
+    BatchStore,
+    ClaimStore,
+    Clock,
+    ClusterStore,
+    LeaseStore,
+    NoticeStore,
+    QuotaStore,
+)
 from tenants.store.sqlite.accounts import SqliteAccountStore
 from tenants.store.sqlite.batches import SqliteBatchStore
+from tenants.store.sqlite.cluster import SqliteClusterStore
 from tenants.store.sqlite.file import SqliteFile
+from tenants.store.sqlite.leases import SqliteLeaseStore
 from tenants.store.sqlite.quotas import SqliteQuotaStore
 from tenants.store.sqlite.schema import SCHEMA_VERSION
 
@@ -24,10 +36,12 @@ class SqliteStore:
         quotas = SqliteQuotaStore(self._file)
         self.accounts: AccountStore = SqliteAccountStore(self._file)
         self.quotas: QuotaStore = quotas
+        self.leases: LeaseStore = SqliteLeaseStore(self._file)
         self.batches: BatchStore = SqliteBatchStore(self._file, quotas)
         self.audit: AuditStore = SqliteAuditStore(self._file)
         self.claims: ClaimStore = SqliteClaimStore(self._file)
         self.notices: NoticeStore = SqliteNoticeStore(self._file)
+        self.cluster: ClusterStore = SqliteClusterStore(self._file)
 
     async def ping(self) -> None:
         """Writes a page, for which a full disk has no room."""

@@ -25,6 +25,53 @@ def test_a_geometry_has_the_bytes_that_its_model_has(tmp_path: Path) -> None:
         assert bound.weights_bytes == pytest.approx(weights[name], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "kv_kib"),
+    [
+        ("mistral-7b", 7.11, 128), ("ministral-8b", 7.48, 144), ("qwen2.5-7b", 7.07, 56), ("phi-4", 14.1, 200),
+        ("gemma-2-9b", 9.24, 336), ("gemma-3-27b", 27.0, 496),
+    ],
+)  # fmt: skip
+def test_geometries_of_other_families(name: str, billions: float, kv_kib: int, tmp_path: Path) -> None:
+    """Parameters without an embedding that is no head."""
+    bound = _bound(name, tmp_path)
+    assert bound.kv_token_bytes == kv_kib << 10
+    assert bound.weights_bytes == pytest.approx(2e9 * billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "row_billions"),
+    [("mixtral-8x7b", 46.6, 12.7), ("qwen3-30b", 30.2, 3.04), ("gpt-oss-20b", 20.3, 3.61), ("scout", 106.7, 16.1)],
+)
+def test_a_mixture_reads_what_rows_choose(name: str, billions: float, row_billions: float, tmp_path: Path) -> None:
+    """Parameters without the embedding, and those that one token goes through; the published counts, but for biases."""
+    bound = _bound(name, tmp_path)
+    assert bound.weights_bytes + bound.experts * bound.expert_bytes == pytest.approx(2e9 * billions, rel=0.01)
+    assert bound.row_bytes == pytest.approx(2e9 * row_billions, rel=0.02)
+    assert bound.read_bytes(1) == pytest.approx(bound.row_bytes)
+    assert bound.read_bytes(4096) == pytest.approx(bound.weights_bytes + bound.experts * bound.expert_bytes)
+
+
+def test_scouts_experts_are_as_distinct_as_computed_by_hand(tmp_path: Path) -> None:
+    bound = _bound("scout", tmp_path)
+    touched = [(bound.read_bytes(rows) - bound.weights_bytes) / bound.expert_bytes for rows in (1, 8, 64)]
+    assert touched == pytest.approx([1.0, 6.45, 15.74], abs=0.01)
+    assert bound.spans == ((None, 0.25), (8192, 0.75))
+
+
+def test_windows_bound_what_is_read(tmp_path: Path) -> None:
+    bound = _bound("gemma-3-27b", tmp_path)
+    assert bound.spans == ((None, 10 / 62), (1024, 52 / 62))
+    keys_ms = bound.step_ms(4, 4 * 32768) - bound.step_ms(4, 0)
+    assert keys_ms == pytest.approx(1e3 * 4 * (10 * 32768 + 52 * 1024) / 62 * bound.kv_token_bytes / 4.3e12)
+    short = _bound("mistral-7b", tmp_path)
+    seen = 4096 * 4097 // 2 + (6000 - 4096) * 4096
+    prompt_ms = (
+        short.prompt_ms(6000) - 1e3 * (6000 * (short.weights_bytes - short.head_bytes) + short.head_bytes) / 790e12
+    )
+    assert prompt_ms == pytest.approx(1e3 * seen * short.attention_flop / 790e12)
+
+
 @pytest.mark.parametrize(("rows", "step_ms"), [(1, 3.51), (8, 3.63), (32, 4.05), (64, 4.61), (128, 5.74)])
 def test_a_decode_step_reads_weights_and_keys(rows: int, step_ms: float, tmp_path: Path) -> None:
     bound = _bound("llama-3.1-8b", tmp_path)

@@ -67,12 +67,12 @@ def test_a_later_start_measures_nothing_and_answers_the_same(
     second = opened(folder)
     assert second.executor.costs == first.executor.costs
     assert second.report.kv_blocks == first.report.kv_blocks
-    assert second.report.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
+    assert second.report.workspace_bytes == pytest.approx(workspace_bytes, rel=0.1)
     assert answers(second) == said
     while second.executor.warm_up():
         pass
     assert answers(second) == said
-    assert second.report.workspace_bytes == pytest.approx(workspace_bytes, rel=0.05)
+    assert second.report.workspace_bytes == pytest.approx(workspace_bytes, rel=0.1)
 
 
 def test_a_start_without_what_was_measured_measures_again(folder: Path, opened: Callable[[Path], LoadedModel]) -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from engine.execution.memory_plan import CONTEXT_BYTES
-from engine.execution.step_loop import StepLoop
 from engine.protocol.frames import SetPlacement
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling, Residency
 from engine.replica.open_scheduler import open_scheduler
 from engine.replica.sleep_wake import SleepController
+from engine.scheduling.step_loop import StepLoop
 from engine.step.encoder_layout import pack_texts
 from engine.weights.checkpoint import CheckpointError
 from tests.support.small_encoders import FAMILIES, RERANKERS, VOCABULARY, open_encoder, saved, seeded, vectors
@@ -54,7 +54,7 @@ def test_a_place_moves_an_encoder_too(tmp_path: Path) -> None:
     model = open_encoder(saved(seeded(FAMILIES["bert"]), tmp_path))
     scheduler = open_scheduler(model, ModelSpec(name="small", folder=str(tmp_path)), time.monotonic)
     standby = SleepController(
-        model.sleeper, None, scheduler, StepLoop(model.executor, scheduler), 1 << 20, time.monotonic
+        model.sleeper, (), scheduler, StepLoop(model.executor, scheduler), 1 << 20, time.monotonic
     )
     weights_bytes = model.report.weights_bytes
     for residency, held, moved in ((Residency.MEMORY, 0, 0), (Residency.DEVICE, weights_bytes, weights_bytes)):

@@ -5,6 +5,7 @@ The interpreter knows no streams, events and graphs; all else is the same code.
 
 import copy
 import gc
+import statistics
 import sys
 import time
 import weakref
@@ -20,14 +21,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from engine.bf12.metadata import CompressionLevel
 from engine.execution import gpu_memory
 from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.open import open_model
+from engine.kvcache.layer_pools import LayerPools, group_shapes
 from engine.kvcache.tensors import KVPool
 from engine.layers.linear_gpu import Bf12Linear, GpuLinear
 from engine.memory import pinned
@@ -42,7 +45,7 @@ from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling, SamplingParams
 from engine.step.executor import LoadedModel
-from engine.step.layout import PrefixSegment, SequenceSlice, pack_step, unpack_step
+from engine.step.layout import EmbeddingSpan, PrefixSegment, SequenceSlice, awaited_token, pack_step, unpack_step
 from engine.step.sampling import sample_batch
 from engine.weights import assembly
 from engine.weights.device_buffer import WeightBuffer
@@ -53,6 +56,8 @@ from tests.support.small_models import (
     BLOCK_TOKENS,
     FAMILIES,
     Text,
+    in_all_groups,
+    kv_pools,
     open_small,
     reference_model,
     saved,
@@ -66,7 +71,10 @@ GREEDY = SamplingParams()
 CONTEXT_TOKENS = 256
 BLOCKS = 64
 CPU = torch.device("cpu")
-INTERPRETED = ("llama biases", "mistral window", "qwen3 biases window")
+INTERPRETED = (
+    *("llama biases", "mistral window", "ministral3 window", "qwen3 biases window", "phi4 mini", "gemma2"),
+    *("gemma3 scaled", "qwen3moe", "llama4 scout", "gpt-oss"),
+)
 
 
 def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **changes: Any) -> LoadedModel:
@@ -82,10 +90,12 @@ def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **chang
     with patch.object(assembly, "_linear_of", Bf12Linear if coded else GpuLinear):
         parameters = weight_source.load(lambda: None, dict(weights.tensors))
     most = StepLimits.of(8, 128, CONTEXT_TOKENS, BLOCK_TOKENS)
-    pool = KVPool(kv_shape(config, BLOCK_TOKENS, torch.float32), blocks, weights.arena)
-    poison(pool)
+    shapes = group_shapes(kv_shape(config, BLOCK_TOKENS, torch.float32), config.kv_groups)
+    pools = LayerPools(config.kv_groups, [KVPool(shape, blocks, weights.arena) for shape in shapes])
+    for pool in pools.pools:
+        poison(pool)
     stream = DeviceStream(CPU)
-    memory = GpuMemory(model, config, weight_source.dtype, weights, pool, most, CONTEXT_TOKENS, stream)
+    memory = GpuMemory(model, config, weight_source.dtype, weights, pools, most, CONTEXT_TOKENS, stream)
     memory.standby = True
     runner = GpuRunner(config, parameters, memory, most, CONTEXT_TOKENS, graph_rows=0)
     poolings = frozenset({Pooling.LAST} if config.vectors else ())
@@ -96,7 +106,7 @@ def interpreted(folder: Path, blocks: int = BLOCKS, coded: bool = False, **chang
     resources = ExitStack()
     for close in (weights.close, memory.close, runner.close):
         resources.callback(close)
-    return LoadedModel("", frozenset(), poolings, runner, runner, memory, memory, report, resources)
+    return LoadedModel("", frozenset(), poolings, runner, runner, memory.memories, memory, report, resources)
 
 
 def poison(pool: KVPool) -> None:
@@ -112,15 +122,17 @@ def poison(pool: KVPool) -> None:
 
 def logits(device: LoadedModel, slices: list[SequenceSlice], segments: list[PrefixSegment] | None = None) -> Tensor:
     """What the device says of a step that runs without graphs and samples nothing."""
-    packed = pack_step(slices, BLOCK_TOKENS, segments or [])
+    packed = pack_step(in_all_groups(device, slices), BLOCK_TOKENS, segments or [])
     batch = unpack_step(packed)
     with device.executor._stream.entered():
-        device.executor._body(len(batch.tokens_T), device.executor._upload(packed, batch, device.executor._staged[0]))
+        wide, words = device.executor._plan(packed, batch, device.executor._staged[0])
+        device.executor._buffers.words[: len(words)].copy_(words)
+        device.executor._body(len(batch.tokens_T), wide)
         return device.executor._decoder.head(device.executor._step(len(batch.rows_R))).float().cpu()
 
 
 def launch(device: LoadedModel, slices: list[SequenceSlice]) -> Any:
-    packed = pack_step(slices, BLOCK_TOKENS)
+    packed = pack_step(in_all_groups(device, slices), BLOCK_TOKENS)
     return device.executor.launch(packed)
 
 
@@ -185,8 +197,8 @@ def test_weights_in_12_bits_give_what_they_do_as_numbers_also_after_a_sleep(tmp_
     with torch.inference_mode():
         step((3, 19))
         held = sorted({block for text in told for block in text.blocks})
-        coded.sleeper.sleep(held)
-        coded.sleeper.wake(coded.paged.pool.mapped, held)
+        coded.sleeper.sleep([held])
+        coded.sleeper.wake([coded.paged.pool.mapped], [held])
         step((1, 1))
 
 
@@ -210,15 +222,15 @@ def test_a_token_of_the_flight_before_is_read_where_it_was_sampled(tmp_path: Pat
     one, other = texts([5, 9], 160)
     flight = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
     next_one = [
-        SequenceSlice([-2], 9, [*other.blocks], GREEDY),
-        SequenceSlice([-1], 5, one.blocks, GREEDY),
+        SequenceSlice([-2], 9, [[*other.blocks]], GREEDY),
+        SequenceSlice([-1], 5, [one.blocks], GREEDY),
     ]
     following = launch(device, next_one)
     first = flight.wait().tokens_R
     found = following.wait().tokens_R
     known = [
-        SequenceSlice([int(first[1])], 9, other.blocks, GREEDY),
-        SequenceSlice([int(first[0])], 5, one.blocks, GREEDY),
+        SequenceSlice([int(first[1])], 9, [other.blocks], GREEDY),
+        SequenceSlice([int(first[0])], 5, [one.blocks], GREEDY),
     ]
     assert launch(device, known).wait().tokens_R.tolist() == found.tolist()
 
@@ -236,7 +248,7 @@ def test_tokens_and_their_logprobs_are_those_of_the_cpus_sampler(tmp_path: Path)
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     several = texts([2] * len(DEMANDS), 160)
     slices = [
-        SequenceSlice(text.ids, 0, text.blocks, sampling, (text.ids, 1) if sampling.repetition_penalty != 1 else None)
+        SequenceSlice(text.ids, 0, [text.blocks], sampling, (text.ids, 1) if sampling.repetition_penalty != 1 else None)
         for text, sampling in zip(several, DEMANDS, strict=True)
     ]
     found = launch(device, slices).wait()
@@ -247,38 +259,102 @@ def test_tokens_and_their_logprobs_are_those_of_the_cpus_sampler(tmp_path: Path)
         assert found.logprobs[row] == (pytest.approx(chosen, abs=1e-4), ids, pytest.approx(best, abs=1e-4))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen2 window"])
+def test_several_rows_of_a_slice_sample_what_steps_of_a_row_each_do(tmp_path: Path, family: str) -> None:
+    check_several_rows(interpreted(saved(reference_model(family), tmp_path)))
+
+
+def check_several_rows(device: LoadedModel) -> None:
+    one, other = texts([9, 9], 160)
+    for sampling in DEMANDS:
+        penalized, apart = sampling.repetition_penalty != 1, []
+        for end in (7, 8, 9):
+            start, history = (0 if end == 7 else end - 1), (one.ids[:end], 4) if penalized else None
+            item = SequenceSlice(one.ids[start:end], start, [one.blocks], sampling, history)
+            apart.append(launch(device, [item]).wait())
+        slices = [
+            SequenceSlice([1, 2, 3], 0, [other.blocks], GREEDY, wanted=2),
+            SequenceSlice(one.ids[2:], 2, [one.blocks], sampling, (one.ids, 4) if penalized else None, wanted=3),
+        ]
+        together = launch(device, slices).wait()
+        assert together.tokens_R[2:].tolist() == [int(done.tokens_R[0]) for done in apart]
+        assert {row - 2 for row in together.logprobs} == {nth for nth, done in enumerate(apart) if done.logprobs}
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_groups_have_tables_of_their_own_that_need_not_name_what_no_row_sees(tmp_path: Path, rows: int) -> None:
+    check_tables_of_groups(interpreted(saved(reference_model("qwen2 window"), tmp_path)), rows)
+
+
+def check_tables_of_groups(device: LoadedModel, rows: int) -> None:
+    """All layers of the model but the first see 40 tokens."""
+    (text, other, third), layers = texts([120] * 3, 160), device.sleeper.pools.layers
+    ids, common, whole, near = text.ids, text.blocks, other.blocks, third.blocks
+    launch(device, [SequenceSlice(ids[:100], 0, [common])]).wait()
+    launch(device, [SequenceSlice(ids[:100], 0, [whole, near])]).wait()
+    wanted = logits(device, [SequenceSlice(ids[100 : 100 + rows], 100, [common], GREEDY, wanted=rows)])
+    for layer, table in ((0, near), (1, whole), (2, whole), (1, near[:3]), (2, near[:3])):
+        layers[layer].view(-1, BLOCK_TOKENS, 64)[table] = float("nan")
+    if layers[0].is_cuda:
+        torch.cuda.synchronize()  # steps have a stream of their own
+    tables, firsts = [whole, near[3:]], [0, (100 + 1 - 40) // BLOCK_TOKENS]
+    item = SequenceSlice(ids[100 : 100 + rows], 100, tables, GREEDY, wanted=rows, table_starts=firsts)
+    assert torch.equal(logits(device, [item]), wanted)
+
+
+def test_a_token_of_a_step_further_back_is_refused(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    (text,) = texts([5], 160)
+    launch(device, [text.slice(5, GREEDY)]).wait()
+    for token in (awaited_token(1), awaited_token(0, steps_before=2)):
+        with pytest.raises(AssertionError, match="did not sample"):
+            launch(device, [SequenceSlice([token], 5, [text.blocks], GREEDY)])
+    launch(device, [SequenceSlice([awaited_token(0)], 5, [text.blocks], GREEDY)]).wait()
+
+
+def test_rows_of_a_buffer_are_taken_for_embeddings(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("llama 3.2 tied"), tmp_path))
+    runner, (text,) = device.executor, texts([12], 160)
+    plain = logits(device, [SequenceSlice(text.ids, 0, [text.blocks], GREEDY)])
+    named_EH = runner._decoder.parameters.embedding[text.ids[3:7]]
+    runner._buffers = replace(runner._buffers, embeddings_EH=named_EH.clone())
+    item = SequenceSlice([*text.ids[:3], *[0] * 4, *text.ids[7:]], 0, [text.blocks], GREEDY)
+    assert not torch.equal(logits(device, [item]), plain)
+    assert torch.equal(logits(device, [structs.replace(item, embeddings=[EmbeddingSpan(3, 0, 4)])]), plain)
+
+
 def test_masked_rows_wait_for_their_masks_and_the_next_step_for_their_tokens(tmp_path: Path) -> None:
     """Launched while the flight before is in the air, sampled by masks that come when it has landed."""
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     one, other = texts([5, 9], 160)
     before = launch(device, [one.slice(5, GREEDY), other.slice(9, GREEDY)])
     slices = [
-        SequenceSlice([-1], 5, one.blocks, DEMANDS[1], masked=True),
-        SequenceSlice([-2], 9, other.blocks, GREEDY),
+        SequenceSlice([-1], 5, [one.blocks], DEMANDS[1], masked=True),
+        SequenceSlice([-2], 9, [other.blocks], GREEDY),
     ]
     flight = launch(device, slices)
     first = before.wait().tokens_R.tolist()
     mask_1W = np.array([[0, 1 << 9, 0, 0, 1 << 3]], np.int32)
     with torch.inference_mode():
         device.executor.sample(flight, mask_1W)
-    following = launch(device, [SequenceSlice([-1], 6, one.blocks, GREEDY)])
+    following = launch(device, [SequenceSlice([-1], 6, [one.blocks], GREEDY)])
     found = flight.wait().tokens_R.tolist()
     known = [
-        SequenceSlice([first[0]], 5, one.blocks, DEMANDS[1], masked=True),
-        SequenceSlice([first[1]], 9, other.blocks, GREEDY),
+        SequenceSlice([first[0]], 5, [one.blocks], DEMANDS[1], masked=True),
+        SequenceSlice([first[1]], 9, [other.blocks], GREEDY),
     ]
     wanted = sample_batch(logits(device, known), unpack_step(pack_step(known, BLOCK_TOKENS)), mask_1W)
     assert found == wanted.tokens_R.tolist()
     assert found[0] in (41, 131)
-    alone = launch(device, [SequenceSlice([found[0]], 6, one.blocks, GREEDY)])
+    alone = launch(device, [SequenceSlice([found[0]], 6, [one.blocks], GREEDY)])
     assert following.wait().tokens_R.tolist() == alone.wait().tokens_R.tolist()
 
 
 def test_a_masked_flight_that_nobody_wants_any_more_lands_without_its_masks(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     (one,) = texts([5], 160)
-    launch(device, [SequenceSlice(one.ids, 0, one.blocks, GREEDY, masked=True)]).wait()
-    assert len(launch(device, [SequenceSlice(one.ids, 0, one.blocks, GREEDY)]).wait().tokens_R) == 1
+    launch(device, [SequenceSlice(one.ids, 0, [one.blocks], GREEDY, masked=True)]).wait()
+    assert len(launch(device, [SequenceSlice(one.ids, 0, [one.blocks], GREEDY)]).wait().tokens_R) == 1
 
 
 def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Path) -> None:
@@ -289,8 +365,8 @@ def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Pat
     with torch.inference_mode():
         device.paged.pool.layers[0][one.blocks[0] * BLOCK_TOKENS] = float("nan")
     following = [
-        SequenceSlice([7], 3, one.blocks, GREEDY),
-        SequenceSlice([7], 3, other.blocks, GREEDY),
+        SequenceSlice([7], 3, [one.blocks], GREEDY),
+        SequenceSlice([7], 3, [other.blocks], GREEDY),
     ]
     tokens = launch(device, following).wait().tokens_R.tolist()
     assert tokens[0] == -1
@@ -301,12 +377,12 @@ def test_a_row_that_is_not_finite_samples_nothing_and_harms_nobody(tmp_path: Pat
 def test_a_token_that_no_row_sampled_is_not_taken(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     with pytest.raises(AssertionError, match="did not sample"):
-        launch(device, [SequenceSlice([-1], 0, [0], GREEDY)])
+        launch(device, [SequenceSlice([-1], 0, [[0]], GREEDY)])
 
 
 def test_too_little_memory_for_a_step_is_said_as_the_scheduler_understands_it(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    slices = [SequenceSlice([3], 0, [0], GREEDY)]
+    slices = [SequenceSlice([3], 0, [[0]], GREEDY)]
     small = replace(device.executor._buffers, words=device.executor._buffers.words[:40])
     with patch.object(device.executor, "_buffers", small), pytest.raises(OutOfDeviceMemory, match="room for 40"):
         launch(device, slices)
@@ -325,15 +401,16 @@ def extents_of(device: LoadedModel, blocks: list[int]) -> list[int]:
 
 def sleep_and_wake(device: LoadedModel, kept: list[int], extents: list[int], restored: list[int]) -> None:
     """Between the two there is nothing of it on the device, and something else in what torch holds on to on a CPU."""
-    device.sleeper.sleep(kept)
-    assert device.paged._weights.arena.mapped_bytes == 0
+    device.sleeper.sleep([kept] * len(device.memories))
+    assert device.sleeper._weights.arena.mapped_bytes == 0
     assert not any(rows.view(torch.uint8).any() for rows in device.paged.pool.layers)
     space = device.executor._buffers
-    for tensor in (space.sum_TH, space.attended_TW, space.cos_PD, space.sin_PD, space.scratch.partial_PHD):
+    tables = [table_PD for rotation in space.rotations for table_PD in rotation.tables or ()]
+    for tensor in (space.sum_TH, space.attended_TW, *tables, space.scratch.partial_PHD):
         tensor.fill_(float("nan"))
     for tensor in (space.words, space.sampled_R, space.masks_RW, space.scratch.counters):
         tensor.fill_(-1)
-    device.sleeper.wake(extents, restored)
+    device.sleeper.wake([extents] * len(device.memories), [restored] * len(device.memories))
 
 
 def contents(device: LoadedModel, blocks: list[int]) -> Tensor:
@@ -343,7 +420,7 @@ def contents(device: LoadedModel, blocks: list[int]) -> Tensor:
 
 
 def weights_of(device: LoadedModel) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in device.paged._weights.tensors.items()}
+    return {name: tensor.clone() for name, tensor in device.sleeper._weights.tensors.items()}
 
 
 def filled(device: LoadedModel) -> Tensor:
@@ -373,34 +450,34 @@ def test_after_a_sleep_every_bit_is_as_before_and_only_kept_blocks_hold_anything
 def test_steps_go_on_while_weights_are_on_their_way(tmp_path: Path) -> None:
     """Each layer comes behind the mark of its own weights, and the head behind the last."""
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    slices = [SequenceSlice([3, 7], 0, [5], GREEDY)]
+    slices = [SequenceSlice([3, 7], 0, [[5]], GREEDY)]
     wanted = launch(device, slices).wait().tokens_R.tolist()
-    assert device.paged._weights.held_bytes > 0, "nothing was copied to the host beside a step"
+    assert device.sleeper._weights.held_bytes > 0, "nothing was copied to the host beside a step"
     followed: list[StreamEvent] = []
     with patch.object(StreamEvent, "passed", return_value=False):
         sleep_and_wake(device, [], extents_of(device, [5]), [])
         assert not device.sleeper.arrived()
-        arrivals = device.paged.arrivals()
+        arrivals = device.sleeper.arrivals()
         with patch.object(device.executor._stream, "follow", side_effect=followed.append):
             assert launch(device, slices).wait().tokens_R.tolist() == wanted
     assert len(arrivals) == 1 + 3 + 2, "the embedding, three layers, norm and head"
     assert followed == arrivals
     assert device.sleeper.arrived()
-    assert device.paged.arrivals() == []
+    assert device.sleeper.arrivals() == []
 
 
 def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before, weights, kept = filled(device), weights_of(device), [7, 60, 2]
-    arena = device.paged._weights.arena
-    device.sleeper.sleep(kept)
+    arena = device.sleeper._weights.arena
+    device.sleeper.sleep([kept])
     asleep = device.sleeper.usage()
     for max_bytes in (0, asleep.weights_bytes - 1, asleep.weights_bytes + 2 * device.paged.layout.extent_bytes):
         with patch.object(arena, "max_bytes", max_bytes), pytest.raises(OutOfDeviceMemory, match="at most"):
-            device.sleeper.wake([0, 1, 2, 3], [0, 1, 2])
+            device.sleeper.wake([[0, 1, 2, 3]], [[0, 1, 2]])
         assert (arena.mapped_bytes, device.paged.pool.mapped, device.sleeper.usage()) == (0, [], asleep)
         arena.check()
-    device.sleeper.wake([0, 1, 2, 3], [0, 1, 2])
+    device.sleeper.wake([[0, 1, 2, 3]], [[0, 1, 2]])
     assert torch.equal(contents(device, [0, 1, 2]), before[:, kept])
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
     arena.check()
@@ -409,8 +486,8 @@ def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> 
 def test_what_came_back_in_vain_is_zeroed_before_its_memory_is_given_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     filled(device)
-    device.sleeper.sleep([7])
-    arena, unmap = device.paged._weights.arena, device.paged.pool.unmap
+    device.sleeper.sleep([[7]])
+    arena, unmap = device.sleeper._weights.arena, device.paged.pool.unmap
     seen: list[bool] = []
 
     def unmapping(extents: Items[int]) -> None:
@@ -423,7 +500,7 @@ def test_what_came_back_in_vain_is_zeroed_before_its_memory_is_given_back(tmp_pa
         patch.object(device.paged.pool, "unmap", unmapping),
         pytest.raises(OutOfDeviceMemory),
     ):
-        device.sleeper.wake([0, 1, 2, 3], [0])
+        device.sleeper.wake([[0, 1, 2, 3]], [[0]])
     assert seen == [False]
 
 
@@ -435,51 +512,67 @@ def test_too_little_of_the_host_leaves_it_awake_as_before(tmp_path: Path) -> Non
             patch.object(pinned, "available_memory_bytes", return_value=9),
             pytest.raises(OutOfHostMemory, match="less than"),
         ):
-            device.sleeper.sleep([0, 5])
+            device.sleeper.sleep([[0, 5]])
         assert torch.equal(contents(device, list(range(BLOCKS))), before)
         assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(device).items())
-        assert device.paged.awake
+        assert device.sleeper.awake
         device.executor.warm_up()
-    device.sleeper.sleep([0, 5])
-    device.sleeper.wake([1], [1, 2])
+    device.sleeper.sleep([[0, 5]])
+    device.sleeper.wake([[1]], [[1, 2]])
     assert torch.equal(contents(device, [1, 2]), before[:, [0, 5]])
 
 
 def test_what_is_erased_asleep_does_not_come_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before = filled(device)
-    device.sleeper.sleep([3, 9, 40])
+    device.sleeper.sleep([[3, 9, 40]])
     device.paged.zero([9, 11])
-    device.sleeper.wake([0], [0, 1, 2])
+    device.sleeper.wake([[0]], [[0, 1, 2]])
     assert torch.equal(contents(device, [0, 2]), before[:, [3, 40]])
     assert not contents(device, [1]).any()
 
 
 def test_what_is_done_to_blocks_comes_behind_their_way_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    device.sleeper.sleep([3, 9])
+    device.sleeper.sleep([[3, 9]])
     followed: list[StreamEvent] = []
     with patch.object(StreamEvent, "passed", return_value=False):
-        device.sleeper.wake([0, 1, 2], [0, 1])
+        device.sleeper.wake([[0, 1, 2]], [[0, 1]])
         with patch.object(device.executor._stream, "follow", side_effect=followed.append):
             device.paged.zero([0])
             device.paged.copy([1], [2])
             device.paged.unmap([2])
-        assert followed == [device.paged.arrivals()[0]] * 3
+        assert followed == [device.sleeper.arrivals()[0]] * 3
 
 
 def test_what_was_kept_is_gone_from_the_host_when_it_is_back(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     filled(device)
-    device.sleeper.sleep([3, 9])
-    (piece,) = device.paged._host_tier._pinned.pieces
+    device.sleeper.sleep([[3, 9]])
+    (piece,) = device.paged.tier._pinned.pieces
     assert piece.any()
     assert device.sleeper.usage().kept_bytes == 2 * device.paged.pool.shape.block_bytes
-    device.sleeper.wake([0], [0, 1])
+    device.sleeper.wake([[0]], [[0, 1]])
     assert device.sleeper.arrived()
-    device.paged._host_tier._pinned.wait()
+    device.paged.tier._pinned.wait()
     assert not piece.any()
     assert device.sleeper.usage().kept_bytes == 0
+
+
+def test_blocks_in_host_memory_outlast_a_sleep_and_are_given_back_with_all_else(tmp_path: Path) -> None:
+    device = interpreted(saved(reference_model("qwen3"), tmp_path), host_kv_bytes=PIECE_BYTES)
+    before, tier = filled(device), device.sleeper.tier
+    assert (tier.grow(), tier.grow()) == (True, False)
+    tier.store([3, 9, 40], [1, 0, 7])
+    sleep_and_wake(device, [], extents_of(device, [5, 6]), [])
+    usage = device.sleeper.usage()
+    assert usage.kept_bytes == PIECE_BYTES <= usage.memory_bytes <= usage.standby_bytes
+    tier.zero([7])
+    tier.load([0, 1, 7], [5, 6, 4]).wait()
+    assert torch.equal(contents(device, [5, 6]), before[:, [9, 3]])
+    assert not contents(device, [4]).any()
+    device.close()
+    assert tier.held_bytes == 0
 
 
 def test_the_hosts_copy_is_made_in_idle_moments_once(tmp_path: Path) -> None:
@@ -488,9 +581,9 @@ def test_the_hosts_copy_is_made_in_idle_moments_once(tmp_path: Path) -> None:
     while device.executor.warm_up():
         pieces += 1
     assert pieces == -(-device.sleeper.usage().weights_bytes // PIECE_BYTES)
-    assert device.sleeper.sleep([]) == 0
+    assert device.sleeper.sleep([[]]) == 0
     assert not device.executor.warm_up()
-    device.sleeper.wake([0], [])
+    device.sleeper.wake([[0]], [[]])
     assert not device.executor.warm_up()
 
 
@@ -505,12 +598,12 @@ def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
     assert device.sleeper.usage().device_bytes == sizes.device_bytes - 2 * pool.extent_bytes
     device.paged.map([6])
     assert device.sleeper.usage().kv_bytes == sizes.kv_bytes - pool.extent_bytes
-    device.sleeper.sleep([1])
+    device.sleeper.sleep([[1]])
     asleep = device.sleeper.usage()
     assert (asleep.device_bytes, asleep.kv_bytes) == (sizes.asleep_bytes, 0)
-    assert asleep.memory_bytes == sizes.weights_bytes + device.paged._host_tier.held_bytes
-    device.sleeper.wake([0], [0])
-    device.sleeper.sleep(list(range(device.paged.layout.min_extents * pool.extent_blocks)))
+    assert asleep.memory_bytes == sizes.weights_bytes + device.paged.tier.held_bytes
+    device.sleeper.wake([[0]], [[0]])
+    device.sleeper.sleep([list(range(device.paged.layout.min_extents * pool.extent_blocks))])
     assert (
         asleep.memory_bytes
         <= device.sleeper.usage().memory_bytes
@@ -526,7 +619,7 @@ def test_sizes_say_what_it_holds_awake_and_asleep(tmp_path: Path) -> None:
 def test_closing_gives_everything_back_graphs_first_and_mapped_memory_last(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     device.executor.warm_up()
-    held, order = device.paged, []
+    held, order = device.sleeper, []
     arena, pinned_memory = held._weights.arena, held._weights._pinned
     assert arena.mapped_bytes > 0
     assert pinned_memory.bytes > 0
@@ -535,7 +628,7 @@ def test_closing_gives_everything_back_graphs_first_and_mapped_memory_last(tmp_p
         patch.object(device.executor._stream, "wait", side_effect=lambda: (order.append("steps are done"), wait())),
         patch.object(device.executor._bodies, "close", side_effect=lambda: order.append("graphs")),
         patch.object(held.workspace, "close", side_effect=lambda: order.append("workspace")),
-        patch.object(held._host_tier._pinned, "close", side_effect=lambda: order.append("kept blocks")),
+        patch.object(held.groups[0].tier._pinned, "close", side_effect=lambda: order.append("kept blocks")),
         patch.object(pinned_memory, "close", side_effect=lambda: order.append("copied weights")),
         patch.object(arena.driver, "unmap", side_effect=lambda *_: order.append("memory")),
     ):
@@ -550,10 +643,10 @@ def test_nothing_is_left_of_a_closed_device_however_often_it_is_closed(asleep: b
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     device.executor.warm_up()
     if asleep:
-        device.sleeper.sleep([3, 9])
+        device.sleeper.sleep([[3, 9]])
     for _ in range(2):
         device.close()
-        weights, kept = device.paged._weights, device.paged._host_tier
+        weights, kept = device.sleeper._weights, device.paged.tier
         assert (weights.arena.mapped_bytes, weights.held_bytes, kept.held_bytes, kept.bytes) == (0, 0, 0, 0)
         weights.arena.check()
         assert not device.executor.warm_up()
@@ -561,8 +654,8 @@ def test_nothing_is_left_of_a_closed_device_however_often_it_is_closed(asleep: b
 
 def test_a_device_goes_with_its_last_reference_and_waits_for_no_collector(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
-    launch(device, [SequenceSlice([3], 0, [0], GREEDY)]).wait()
-    arena, gone = device.paged._weights.arena, weakref.ref(device.executor)
+    launch(device, [SequenceSlice([3], 0, [[0]], GREEDY)]).wait()
+    arena, gone = device.sleeper._weights.arena, weakref.ref(device.executor)
     gc.collect()  # what loading left behind
     gc.disable()
     try:
@@ -585,7 +678,8 @@ def opened(open_on_gpu: Callable[[ModelSpec], Any]) -> Opened:
 
     def open_poisoned(folder: Path, **changes: Any) -> LoadedModel:
         runner: LoadedModel = open_on_gpu(spec(folder, **changes))
-        poison(runner.paged.pool)
+        for pool in kv_pools(runner):
+            poison(pool)
         return runner
 
     return open_poisoned
@@ -593,6 +687,10 @@ def opened(open_on_gpu: Callable[[ModelSpec], Any]) -> Opened:
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     return ((found.cpu() - wanted).norm() / wanted.norm()).item()
+
+
+def median_error(found: Tensor, wanted: Tensor) -> float:
+    return statistics.median(relative_error(*rows) for rows in zip(found, wanted, strict=True))
 
 
 def lowered(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -611,11 +709,16 @@ def lowered(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 def test_every_family_is_as_exact_as_the_reference_library(
     family: str, dtype: torch.dtype, opened: Opened, tmp_path: Path
 ) -> None:
-    """The measure is the reference library's own float32; ours may lose half as much again as its lower dtype does."""
+    """The measure is the reference library's own float32; ours may lose half as much again as its lower dtype does.
+
+    Of a mixture each row is measured and the median counts: where two experts are nearly as good as each other,
+    rounding chooses another one, in any lower dtype, and that row is another one.
+    """
     theirs = lowered(reference_model(family), dtype)
     exact = lowered(copy.deepcopy(theirs), torch.float32)
     name = str(dtype).removeprefix("torch.")
-    runner = opened(saved(theirs, tmp_path), dtype=name, kv_bytes=None, sequences=8, context_tokens=1024)
+    # Each group's pool has room for whole tables: a window's alone would be shorter than a prompt's.
+    runner = opened(saved(theirs, tmp_path), dtype=name, kv_bytes=None, sequences=32, context_tokens=1024)
     rng = np.random.default_rng(7)
     lengths = [1, 5, 70, 150, 600]
     several = [
@@ -638,16 +741,17 @@ def test_every_family_is_as_exact_as_the_reference_library(
                 [model(torch.tensor([text.ids])).logits[0].float() for text in several] for model in (exact, theirs)
             )
         )
-    assert relative_error(torch.cat(found), wanted) <= 1.5 * relative_error(lower, wanted) + 1e-5
+    measure = median_error if read_decoder_config(tmp_path).mixture else relative_error
+    assert measure(torch.cat(found), wanted) <= 1.5 * measure(lower, wanted) + 1e-5
 
 
 def assert_erased_between(device: LoadedModel, block: int, other: int) -> None:
     """Two steps, an erasing between them, and nobody waits: the first fills both blocks, the second begins one anew."""
     size = device.paged.pool.shape.block_tokens
-    flights = [launch(device, [SequenceSlice([7] * 2 * size, 0, [block, other], GREEDY)])]
+    flights = [launch(device, [SequenceSlice([7] * 2 * size, 0, [[block, other]], GREEDY)])]
     with torch.inference_mode():
         device.paged.zero([block])
-    flights.append(launch(device, [SequenceSlice([8], 0, [block], GREEDY)]))
+    flights.append(launch(device, [SequenceSlice([8], 0, [[block]], GREEDY)]))
     for flight in flights:
         flight.wait()
     for rows in device.paged.pool.layers:
@@ -671,6 +775,18 @@ def test_erasing_on_a_gpu_comes_behind_the_steps_before_and_ahead_of_those_after
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen2 window"])
+def test_several_rows_of_a_slice_on_a_gpu(family: str, opened: Opened, tmp_path: Path) -> None:
+    check_several_rows(opened(saved(reference_model(family), tmp_path), dtype="float32"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 20])
+def test_groups_have_tables_of_their_own_on_a_gpu(rows: int, opened: Opened, tmp_path: Path) -> None:
+    check_tables_of_groups(opened(saved(reference_model("qwen2 window"), tmp_path), dtype="float32"), rows)
+
+
+@pytest.mark.gpu
 def test_graphs_give_what_kernels_launched_one_by_one_give(opened: Opened, tmp_path: Path) -> None:
     runner = opened(saved(reference_model("llama 3.1"), tmp_path), sequences=64, context_tokens=1024, kv_bytes=None)
     captured = 0
@@ -686,7 +802,7 @@ def test_graphs_give_what_kernels_launched_one_by_one_give(opened: Opened, tmp_p
         ]
         for take in (lengths, [1] * count, [1 + (index % 3 == 0) for index in range(count)]):
             slices = [text.slice(tokens, GREEDY) for text, tokens in zip(several, take, strict=True)]
-            tokens = runner.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R
+            tokens = launch(runner, slices).wait().tokens_R
             assert tokens.tolist() == logits(runner, slices).argmax(-1).tolist()
 
 
@@ -720,15 +836,16 @@ def test_two_layers_of_the_true_size_agree_with_the_reference_library(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 3000])
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 def test_prefix_groups_give_the_logits_that_single_sequences_have(
-    kv_dtype: str, opened: Opened, tmp_path: Path
+    kv_dtype: str, window: int | None, opened: Opened, tmp_path: Path
 ) -> None:
     """Four layers of Llama-3.1-8B's size: each row by at most 2⁻⁶, less than what bfloat16 makes either of them err."""
-    LlamaConfig(
+    MistralConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16", architectures=["LlamaForCausalLM"],
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16", architectures=["MistralForCausalLM"],
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5}, sliding_window=window,
     ).save_pretrained(tmp_path)  # fmt: skip
     runner = opened(
         tmp_path, dtype="bfloat16", kv_dtype=kv_dtype, random_weights=True, kv_bytes=2 << 30, sequences=64,
@@ -772,7 +889,7 @@ def test_what_is_closed_gives_the_device_back_to_the_byte(opened: Opened, tmp_pa
         runner.close()
         torch.cuda.empty_cache()
         free.append(free_bytes())
-        assert runner.paged._weights.arena.mapped_bytes == 0
+        assert runner.sleeper._weights.arena.mapped_bytes == 0
     assert free[1] == free[2]
 
 
@@ -800,7 +917,7 @@ def several_of(runner: LoadedModel, count: int, length: int) -> list[SequenceSli
         SequenceSlice(
             rng.integers(0, runner.executor.limits.vocabulary, length).tolist(),
             0,
-            list(range(n * width, (n + 1) * width)),
+            [list(range(n * width, (n + 1) * width))],
             GREEDY,
         )
         for n in range(count)
@@ -808,7 +925,7 @@ def several_of(runner: LoadedModel, count: int, length: int) -> list[SequenceSli
 
 
 def run(runner: LoadedModel, slices: list[SequenceSlice]) -> list[int]:
-    return runner.executor.launch(pack_step(slices, BLOCK_TOKENS)).wait().tokens_R.tolist()
+    return launch(runner, slices).wait().tokens_R.tolist()
 
 
 def free_bytes() -> int:
@@ -855,8 +972,8 @@ def step_ms(runner: LoadedModel) -> float:
 
 
 def cycle(runner: LoadedModel, extents: list[int], kept: Items[int] = (), restored: Items[int] = ()) -> None:
-    runner.sleeper.sleep(kept)
-    runner.sleeper.wake(extents, restored)
+    runner.sleeper.sleep([kept])
+    runner.sleeper.wake([extents], [restored])
 
 
 @pytest.mark.gpu
@@ -866,19 +983,19 @@ def test_what_is_given_back_another_process_can_have_and_waking_waits_for_it(res
     cycle(resting, extents)
     run(resting, slices)  # by kernels, as the first step of each wake: torch has got what that needs
     awake = free_bytes()
-    resting.sleeper.sleep([])
+    resting.sleeper.sleep([[]])
     asleep, sizes = free_bytes(), resting.sleeper.usage()
     assert (
         asleep - awake
-        == sizes.weights_bytes + resting.paged.workspace.bytes + len(extents) * resting.paged.layout.extent_bytes
+        == sizes.weights_bytes + resting.sleeper.workspace.bytes + len(extents) * resting.paged.layout.extent_bytes
     )
     with neighbour(asleep - (2 << 30)):
         with pytest.raises(OutOfDeviceMemory):
-            resting.sleeper.wake(extents, [])
+            resting.sleeper.wake([extents], [[]])
         assert resting.sleeper.usage() == sizes
     wait_for(asleep)
     with neighbour(asleep - (32 << 30)):  # beside it there is room
-        resting.sleeper.wake(extents, [])
+        resting.sleeper.wake([extents], [[]])
         assert run(resting, slices) == wanted
     wait_for(awake)
 
@@ -893,11 +1010,11 @@ def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fas
         assert run(resting, slices) == wanted[several.index(slices)]
     awake = free_bytes()
     for count in range(100):
-        resting.sleeper.sleep([])
+        resting.sleeper.sleep([[]])
         if count == 0:
             asleep = free_bytes()
         assert free_bytes() == asleep, count
-        resting.sleeper.wake(extents, [])
+        resting.sleeper.wake([extents], [[]])
         assert free_bytes() == awake, count
         assert run(resting, several[count % len(several)]) == wanted[count % len(several)], count
     wait_until_arrived(resting)
@@ -910,16 +1027,16 @@ def test_after_a_hundred_cycles_graphs_and_memory_are_as_before_and_steps_as_fas
 def test_kept_blocks_come_back_elsewhere_on_a_gpu(resting: LoadedModel) -> None:
     (prompt,) = several_of(resting, 1, 1000)
     run(resting, [prompt])
-    wanted = logits(resting, [SequenceSlice([5], 1000, prompt.blocks, GREEDY)])
-    extents, kept = resting.paged.mapped, prompt.blocks
+    wanted = logits(resting, [SequenceSlice([5], 1000, prompt.tables, GREEDY)])
+    extents, (kept,) = resting.paged.mapped, prompt.tables
     for first in (5000, 300):
         moved = list(range(first + len(kept), first, -1))
-        assert resting.sleeper.sleep(kept) == len(kept) * resting.paged.pool.shape.block_bytes
-        resting.sleeper.wake(extents, moved)
-        token = run(resting, [SequenceSlice([5], 1000, moved, GREEDY)])
+        assert resting.sleeper.sleep([kept]) == len(kept) * resting.paged.pool.shape.block_bytes
+        resting.sleeper.wake([extents], [moved])
+        token = run(resting, [SequenceSlice([5], 1000, [moved], GREEDY)])
         assert token == wanted.argmax(-1).tolist()
         wait_until_arrived(resting)
-        assert torch.equal(logits(resting, [SequenceSlice([5], 1000, moved, GREEDY)]), wanted)
+        assert torch.equal(logits(resting, [SequenceSlice([5], 1000, [moved], GREEDY)]), wanted)
         kept = moved
 
 

@@ -11,7 +11,7 @@ from engine.step.layout import SequenceSlice, pack_step, unpack_step
 
 def wants(*samplings: SamplingParams) -> SamplingFeatures:
     return SamplingFeatures.of(
-        unpack_step(pack_step([SequenceSlice([5], 3, [index], asked) for index, asked in enumerate(samplings)], 16))
+        unpack_step(pack_step([SequenceSlice([5], 3, [[index]], asked) for index, asked in enumerate(samplings)], 16))
     )
 
 

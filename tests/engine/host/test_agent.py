@@ -16,6 +16,7 @@ import pytest
 from engine.host.supervisor import SupervisionTimeouts
 from engine.log import LOG_FORMAT_VARIABLE
 from engine.process.heartbeat import ReplicaPhase
+from engine.protocol.frames import DrainMachine, encode_frame
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX
 from engine.protocol.types import Residency
 from tests.support.machine import Host, gone, hosting, short_folder
@@ -112,7 +113,7 @@ def test_a_gateway_of_another_protocol_is_refused_by_name_and_others_are_served(
             stranger.sendall(len(body).to_bytes(4, "big") + body)
             wait_for(lambda: host.events("gateway_lost"))
         (lost,) = host.events("gateway_lost")
-        assert "'tomorrow' frame, which protocol 2 does not have: install the same hearth" in lost["reason"]
+        assert "'tomorrow' frame, which protocol 3 does not have: install the same hearth" in lost["reason"]
         assert host.fleet()["a"].residency is Residency.DEVICE
 
 
@@ -230,11 +231,21 @@ def test_a_gateway_that_sends_rubbish_is_dropped_and_others_are_not(short: Path)
         host.until_serving("a", boot=2)
 
 
+def test_a_drain_that_cannot_be_noted_ends_no_replica(short: Path) -> None:
+    with hosting(short, {"a": "serve"}) as host:
+        host.until_serving("a")
+        (short / "run" / "drained").mkdir()  # in the way of what is to be removed
+        with host.gateway() as gateway:
+            gateway.sendall(encode_frame(DrainMachine(drained=False)))
+            wait_for(lambda: host.events("machine_not_drained"))
+        assert host.fleet()["a"].residency is Residency.DEVICE
+
+
 def test_a_replicas_lines_reach_the_log_whole_and_bounded(short: Path) -> None:
     with hosting(short, {"a": "chatty"}) as host:
         host.until_serving("a")
-        wait_for(lambda: "[a] x" in host.log)
-        assert "[a] half a line\n" in host.log
+        wait_for(lambda: '"text": "xyyy' in host.log)
+        assert '"text": "half a line", "process": "a"}\n' in host.log
         assert max(map(len, host.log.splitlines())) < 5000
 
 
@@ -265,6 +276,20 @@ def test_replicas_get_one_gpu_each_spread_over_all_and_share_a_kept_cache_of_ker
     assert seen[2]["CUDA_VISIBLE_DEVICES"] in ("3", "5")
     assert {each["TRITON_CACHE_DIR"] for each in seen} == {str(short / "run" / "kernels")}
     assert (short / "run" / "kernels").is_dir()
+
+
+def test_a_model_of_two_ranks_gets_two_gpus_and_one_of_three_is_refused_by_name(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with hosting(short, {"a": "serve"}) as host:
+        host.ask(host.model("a"), host.model("p", gpus=2), host.model("w", gpus=3), host.model("auto", gpus=0))
+        assert environment(host, "p")["CUDA_VISIBLE_DEVICES"] == "3,5"
+        assert environment(host, "auto")["CUDA_VISIBLE_DEVICES"] in ("3", "5")
+        assert (host.started_spec("p").model.gpus, host.started_spec("auto").model.gpus) == (2, 1)
+        assert host.until("p", lambda state: state.devices == [0, 1]).device == 0
+        wide = host.until("w", lambda state: state.problem.startswith("w needs 3 GPUs"))
+        assert (wide.ready_ms, wide.boot) == (-1, 0)
 
 
 def test_one_gpu_may_be_named_and_the_users_cache_is_left_alone(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:

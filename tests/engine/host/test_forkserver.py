@@ -17,9 +17,10 @@ import msgspec
 import psutil
 import pytest
 
-from engine.host.agent import zygote_modules
 from engine.host.forkserver import ForkserverLauncher
+from engine.host.launchers import open_launcher, zygote_modules
 from engine.host.supervisor import ReplicaProcess, SubprocessLauncher
+from engine.hostinfo.cpu import waiting_environment
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.protocol.frames import FrameReader, Hello
 from engine.protocol.specs import MachineSpec, ModelSpec, ReplicaSpec
@@ -171,6 +172,19 @@ def told_in_the_end(forks: ForkserverLauncher, folder: Path) -> dict[str, Any]:
 
     report: dict[str, Any] = wait_for(of_a_fork)
     return report
+
+
+def test_a_zygote_has_what_libraries_read_as_they_are_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """How long idle threads spin is read when torch is imported: in a fork it would be too late."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    machine = MachineSpec(name="m", address=f"unix:{tmp_path}/m", folder=str(tmp_path), models=[], device="cpu")
+    with contextlib.closing(open_launcher(machine)) as forks:
+        assert isinstance(forks, ForkserverLauncher)
+        forks.ready(time.monotonic())
+        environment = wait_for(lambda: psutil.Process(forks.zygote).environ())
+    assert waiting_environment({}).items() <= environment.items()
+    assert "glibc.malloc.hugetlb=1" in environment["GLIBC_TUNABLES"]
 
 
 def test_a_zygote_that_does_not_answer_is_given_up(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_more_models_than_have_room_are_all_started_and_a_call_wakes_the_one_tha
         lines = [event for event in host.events("moved") if event["kind"] == "wake" and event["model"] == sleeper]
         line = lines[-1]
         assert line["bytes"] == WEIGHTS_BYTES
-        assert {"seconds", "gb_s", "why", "device"} <= line.keys()
+        assert {"seconds", "gb_s", "why", "devices"} <= line.keys()
 
 
 def test_a_model_that_has_its_device_for_itself_gets_all_of_it_and_is_never_moved(short: Path) -> None:

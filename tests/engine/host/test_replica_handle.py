@@ -63,8 +63,8 @@ class HandledReplica:
     def start(self, to: Residency = Residency.DEVICE) -> None:
         spec = ReplicaSpec(model=self.model, address=self.supervisor.address, pulse=str(self.pulse), boot=1)
         assert self.supervisor.start(spec, {}, self.now)
-        self.replica.device = 0
-        self.replica.begin("start", Placement("m-0", to, 0, 500), self.now)
+        self.replica.devices = (0,)
+        self.replica.begin("start", Placement("m-0", to, (0,), 500), self.now)
 
     def serve(self) -> None:
         self.listener.bind(str(self.path))
@@ -229,7 +229,7 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(handled: Handle
     handled.report(ASLEEP)
     assert handled.replica.transition is None
     assert (handled.snapshot().granted_bytes, handled.snapshot().memory_bytes, handled.replica.reason) == (0, 150, "")
-    handled.replica.begin("wake", Placement("m-0", Residency.DEVICE, 0, 400), handled.now)
+    handled.replica.begin("wake", Placement("m-0", Residency.DEVICE, (0,), 400), handled.now)
     handled.report(msgspec.structs.replace(ASLEEP, problem="no memory"))
     assert handled.replica.transition is None
     handled.replica.fail("wake failed: no memory", handled.now)
@@ -244,10 +244,8 @@ def test_an_order_ends_with_the_answer_that_says_so_and_no_other(handled: Handle
 
 def test_a_decision_is_due_a_moment_before_a_wake_is_expected_to_end(handled: HandledReplica) -> None:
     spec = MachineSpec(name="here", address="", folder="", models=[handled.model])
-    demand = DemandTracker(["m"], 3.0)
-    reconciler = PlacementReconciler(
-        spec, [handled.replica], [], ByteBudget(0), demand, SupervisionTimeouts(), threads=1
-    )
+    replicas = {"m-0": handled.replica}
+    reconciler = PlacementReconciler(spec, replicas, [], ByteBudget(0), DemandTracker(3.0), SupervisionTimeouts())
     handled.start()
     handled.serve()
     handled.report(HERE)
@@ -255,7 +253,7 @@ def test_a_decision_is_due_a_moment_before_a_wake_is_expected_to_end(handled: Ha
     handled.report(ASLEEP)
     assert reconciler.pause_s(handled.now, 0.2) == 0.2
     wake_s = handled.snapshot().times.wake_s
-    handled.replica.begin("wake", Placement("m-0", Residency.DEVICE, 0, 400), handled.now)
+    handled.replica.begin("wake", Placement("m-0", Residency.DEVICE, (0,), 400), handled.now)
     assert reconciler.pause_s(handled.now, 60.0) == pytest.approx(wake_s - HANDOVER_S)
     handled.now += wake_s - HANDOVER_S / 2
     assert handled.snapshot().moved_s == pytest.approx(wake_s - HANDOVER_S / 2)

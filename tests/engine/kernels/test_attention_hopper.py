@@ -15,11 +15,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from engine.kernels import attention_hopper
 from engine.kernels.attention import WIDE
+from engine.step.layout import GroupWord, group_word
 
 SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
 CONSTANTS: dict[str, Any] = {
-    "HEADER_WORD": 24, "HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "KEYS": 128, "BLOCK_TOKENS": 16,
-    "UNIT": 16, "WINDOWED": False, "CAPPED": False, "RING": 2,
+    "HEADER_WORD": group_word(0, GroupWord.PLAN), "HEADS": 32, "KV_HEADS": 8, "G": 4, "D": 128, "KEYS": 128,
+    "BLOCK_TOKENS": 16, "UNIT": 16, "WINDOWED": False, "CAPPED": False, "SINKS": False, "RING": 2, "sinks": None,
 }  # fmt: skip
 NARROW: dict[str, Any] = {"KEYS": 64, "RING": 3, "MERGED_G": 4}
 NARROW_SHARED_MOST = SHARED_MOST // attention_hopper.NARROW_PROGRAMS  # they share a multiprocessor
@@ -28,7 +29,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small heads": {"D": 64, "BLOCK_TOKENS": 64},
     "windows": {"WINDOWED": True, "BLOCK_TOKENS": 8, "UNIT": 8},
     "softcap": {"CAPPED": True, "G": 7, "HEADS": 56},
+    "sinks": {"SINKS": True, "G": 8, "HEADS": 64, "D": 64},
     "narrow": NARROW,
+    "narrow, sinks": {**NARROW, "SINKS": True, "G": 8, "MERGED_G": 8, "HEADS": 64, "D": 64, "WINDOWED": True},
     "narrow, windows": {**NARROW, "WINDOWED": True, "D": 64, "BLOCK_TOKENS": 64},
 }
 
@@ -53,13 +56,15 @@ def test_entries_are_as_wide_as_it_takes_them() -> None:
 
 def compile_variant(name: str) -> str:
     constants = CONSTANTS | VARIANTS[name]
+    if constants["SINKS"]:
+        del constants["sinks"]  # a pointer, not None
     narrow = "MERGED_G" in constants
     kernel = attention_hopper._narrow if narrow else attention_hopper._wide
     box = f"bf16[{constants['UNIT']}, 64]"
     types = {
         "step": "*i32", "pool": f"tensordesc<{box},{gl.NVMMASharedLayout(128, 16, rank=2)!r}>", "q": "*bf16",
         "result": "*bf16", "partial": "*fp32", "peaks": "*fp32", "totals": "*fp32", "counters": "*i32",
-        "scale": "fp32", "softcap": "fp32", "window": "i32", **dict.fromkeys(constants, "constexpr"),
+        "scale": "fp32", "softcap": "fp32", "window": "i32", "sinks": "*fp32", **dict.fromkeys(constants, "constexpr"),
     }  # fmt: skip
     names = kernel.arg_names
     source = GluonASTSource(

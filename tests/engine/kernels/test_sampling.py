@@ -18,7 +18,7 @@ def step_of(
     samplings: list[SamplingParams], histories: list[tuple[list[int], int] | None], masked: Collection[int] = ()
 ) -> np.ndarray:
     slices = [
-        SequenceSlice([5], 3, [index], settings, history, index in masked)
+        SequenceSlice([5], 3, [[index]], settings, history, index in masked)
         for index, (settings, history) in enumerate(zip(samplings, histories, strict=True))
     ]
     return pack_step(slices, 16)
@@ -101,7 +101,7 @@ def test_a_token_that_the_flight_before_sampled_is_penalised() -> None:
     logits_RV = torch.zeros(1, 40)
     logits_RV[0, 7], logits_RV[0, 9] = 3.0, 2.0
     settings = SamplingParams(presence_penalty=2.0)
-    packed = pack_step([SequenceSlice([-1 - 2], 3, [0], settings, ([1, 2], 2))], 16)
+    packed = pack_step([SequenceSlice([-1 - 2], 3, [[0]], settings, ([1, 2], 2))], 16)
     step, x_RV = torch.from_numpy(packed).to(DEVICE), logits_RV.to(DEVICE)
     sampling.penalise(step, x_RV, torch.tensor([0, 0, 7], dtype=torch.int32, device=DEVICE))
     tokens_R = torch.zeros(1, dtype=torch.int32, device=DEVICE)

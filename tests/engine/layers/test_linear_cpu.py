@@ -1,9 +1,13 @@
 """engine/layers/linear_cpu.py: a stored weight multiplies right, and a row's bits do not depend on its company."""
 
+import ctypes
+
 import pytest
 import torch
 
-from engine.layers.linear_cpu import CpuLinear, NotBatchInvariant, _min_rows, min_invariant_rows
+from engine.layers import cpu_row
+from engine.layers.cpu_row import RowFunctions
+from engine.layers.linear_cpu import CpuLinear, NotBatchInvariant, _min_rows, min_invariant_rows, row_chunk
 from tests.support.batch_invariance import skip_if_bfloat16_varies
 
 SHAPES = [(64, 128), (47, 33), (96, 64), (384, 640), (1024, 384), (1536, 576), (2048, 300)]
@@ -60,3 +64,47 @@ def test_probing_a_shape_is_done_once() -> None:
         CpuLinear(torch.randn(40, 24))
         CpuLinear(torch.randn(40, 24))
     assert min_invariant_rows.cache_info().hits > before
+
+
+in_tiles = "amx_bf16" in cpu_row._processor_features()
+needs_compiled_rows = pytest.mark.skipif(cpu_row.row_functions() is None, reason="no compiler, or no such processor")
+
+
+@needs_compiled_rows
+@pytest.mark.skipif(in_tiles, reason="AMX adds up in another order than our function, which then is not used")
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (576, 960), (1536, 576), (2048, 4096), (4096, 64)])
+def test_one_row_alone_is_multiplied_by_our_own_function_with_the_bits_of_many(inputs: int, outputs: int) -> None:
+    torch.manual_seed(2)
+    half, order = inputs // 2, torch.randperm(inputs)
+    u, w = torch.randn(64, half), torch.randn(outputs, half)
+    x = torch.cat((u, u), 1)[:, order].bfloat16()
+    with torch.inference_mode():
+        linear = CpuLinear(torch.cat((w, -w), 1)[:, order].bfloat16())
+        full = linear(x)
+        assert linear.row_alone is not None
+        for row in range(64):
+            assert torch.equal(linear.row_alone(x[row : row + 1]), full[row : row + 1]), row
+            assert torch.equal(linear(x[row : row + 1]), full[row : row + 1]), row
+
+
+@needs_compiled_rows
+@pytest.mark.parametrize(("inputs", "outputs"), [(33, 64), (48, 64), (64, 47), (64, 96)])
+def test_shapes_that_our_own_function_does_not_take_are_left_to_the_library(inputs: int, outputs: int) -> None:
+    with torch.inference_mode():
+        linear = CpuLinear(torch.randn(outputs, inputs).bfloat16())
+        assert linear.row_alone is None
+        assert linear(torch.randn(1, inputs).bfloat16()).shape == (1, outputs)
+
+
+@skip_if_bfloat16_varies()
+def test_a_function_that_adds_up_in_another_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(weight: int, x: int, y: int, *_: int) -> None:
+        ctypes.memset(y, 0x3C, 2)  # one result that rounding alone does not give
+
+    monkeypatch.setattr(cpu_row, "row_functions", lambda: RowFunctions(*[multiply] * len(RowFunctions._fields)))
+    row_chunk.cache_clear()
+    try:
+        with torch.inference_mode():
+            assert CpuLinear(torch.randn(64, 64).bfloat16()).row_alone is None
+    finally:
+        row_chunk.cache_clear()

@@ -17,6 +17,7 @@ from engine.models.config import (
     read_decoder_config,
 )
 from engine.protocol.types import Pooling
+from engine.step.key_span import FULL, KeySpan, LayerGroup
 from engine.weights.checkpoint import CheckpointError
 from tests.support import minilm
 from tests.support.small_encoders import FAMILIES, RERANKERS, open_encoder, saved, seeded, vectors
@@ -32,6 +33,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 3}
+WINDOWED = QWEN2 | {"use_sliding_window": True}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 32}
 BERT: dict[str, Any] = {
     "architectures": ["BertModel"],
@@ -46,8 +48,8 @@ BERT: dict[str, Any] = {
 
 def test_llama_without_extras() -> None:
     config = parse_decoder_config(LLAMA)
-    assert (config.head_dim, config.kv_heads, config.windows) == (16, 2, (None,) * 4)
-    assert config.rope == RopeConfig(10000.0)
+    assert (config.head_dim, config.kv_heads, config.spans) == (16, 2, (FULL,) * 4)
+    assert config.ropes == (RopeConfig(10000.0),) * 4
     switches = (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm, config.tied_head)
     assert switches == (False,) * 5
 
@@ -61,26 +63,23 @@ def test_both_spellings_of_rope_mean_the_same() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}}
     new = LLAMA | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
-    assert (
-        parse_decoder_config(old).rope == parse_decoder_config(new).rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64)
-    )
+    wanted = (RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 64),) * 4
+    assert parse_decoder_config(old).ropes == parse_decoder_config(new).ropes == wanted
 
 
 def test_mistral_windows_every_layer_and_none_without_a_window() -> None:
-    assert parse_decoder_config(MISTRAL).windows == (32,) * 4
-    assert parse_decoder_config(MISTRAL | {"sliding_window": None}).windows == (None,) * 4
+    assert parse_decoder_config(MISTRAL).spans == (KeySpan(window=32),) * 4
+    assert parse_decoder_config(MISTRAL | {"sliding_window": None}).spans == (FULL,) * 4
 
 
 def test_qwen2_windows_only_where_switched_on_and_from_max_window_layers() -> None:
-    assert parse_decoder_config(QWEN2).windows == (None,) * 4
-    assert parse_decoder_config(QWEN2 | {"use_sliding_window": True}).windows == (None, None, None, 32)
+    window = KeySpan(window=32)
+    assert parse_decoder_config(QWEN2).spans == (FULL,) * 4
+    assert parse_decoder_config(QWEN2 | {"use_sliding_window": True}).spans == (FULL, FULL, FULL, window)
     kinds = ["sliding_attention", "full_attention"] * 2
-    assert parse_decoder_config(QWEN2 | {"use_sliding_window": True, "layer_types": kinds}).windows == (
-        32,
-        None,
-        32,
-        None,
-    )
+    config = parse_decoder_config(QWEN2 | {"use_sliding_window": True, "layer_types": kinds})
+    assert config.spans == (window, FULL, window, FULL)
+    assert config.kv_groups == (LayerGroup(FULL, (1, 3)), LayerGroup(window, (0, 2)))
 
 
 def test_biases_belong_to_families() -> None:
@@ -99,7 +98,7 @@ def test_biases_belong_to_families() -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"architectures": []}, "architectures"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"rope_scaling": {"type": "llama3", "factor": 4.0}}, "low_freq_factor"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
@@ -107,6 +106,11 @@ def test_biases_belong_to_families() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"head_dim": 15}, "head_dim"),
+        (WINDOWED | {"sliding_window": 0}, "sliding_window"),
+        (WINDOWED | {"sliding_window": -4}, "sliding_window"),
+        (WINDOWED | {"layer_types": ["full_attention"] * 3}, "layer_types must name .* of 4 layers"),
+        (WINDOWED | {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "chunked_attention"),
+        (WINDOWED | {"layer_types": 4}, "layer_types"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(change: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ from engine.protocol.types import SamplingParams
 from tests.support.small_models import (
     FAMILIES,
     Text,
+    kv_pools,
     logits,
     open_small,
     poison,
@@ -21,7 +22,7 @@ from tests.support.small_models import (
 pytestmark = pytest.mark.usefixtures("inference")
 
 GREEDY = SamplingParams()
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4  # float32, added up in another order on each processor: 1.09e-4 was seen
 
 
 @pytest.fixture(params=sorted(FAMILIES))
@@ -55,4 +56,42 @@ def test_logits_agree_with_the_reference_library_packed_chunked_and_paged(family
         assert difference <= TOLERANCE
         compared += len(rows)
     assert compared >= len(texts) * 3
-    model.paged.pool.check()
+    for pool in kv_pools(model):
+        pool.check()
+
+
+GREEDY_FAMILIES = (
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "llama4 maverick",
+    "llama4 scout",
+    "ministral",
+    "ministral3 window",
+    "mistral window",
+    "mixtral",
+    "phi3 window",
+    "phi4 mini",
+    "qwen2.5 yarn",
+    "qwen3",
+    "qwen3moe",
+)
+
+
+@pytest.mark.parametrize("family", GREEDY_FAMILIES)
+def test_greedy_text_is_the_reference_librarys_over_several_windows(family: str, tmp_path: Path) -> None:
+    reference = reference_model(family)
+    model = open_small(saved(reference, tmp_path))
+    poison(model)
+    prompt, wanted = np.random.default_rng(2).integers(2, model.executor.limits.vocabulary, 30).tolist(), 120
+    with torch.no_grad():
+        whole = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=wanted, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0].tolist()
+    (table,) = shuffled_tables(model, [len(prompt) + wanted], seed=2)
+    text = Text(list(prompt), table)
+    while len(text.ids) < len(whole):
+        logits_1V = logits(model, [text.slice(len(text.ids) - text.computed, GREEDY)])
+        text.ids.append(int(logits_1V[0].argmax()))
+    assert text.ids == whole
+    assert len(set(whole)) > 5  # it does not say one thing for ever

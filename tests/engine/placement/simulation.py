@@ -69,6 +69,7 @@ class Model:
     asleep_bytes: int = GB * 7 // 10
     wake_s: float | None = None
     sleep_s: float = 0.1
+    gpus: int = 1
 
     @property
     def times(self) -> TransitionTimes:
@@ -149,7 +150,7 @@ class Replica:
     model: Model
     residency: Residency = DISK
     toward: Residency = DISK
-    device: int = -1
+    devices: tuple[int, ...] = ()
     device_bytes: int = 0
     granted_bytes: int = 0
     memory_bytes: int = 0
@@ -192,6 +193,7 @@ class Machine:
     costs: Costs = field(default_factory=Costs)
     copy_s: Callable[[str, float], float] = lambda _, expected_s: expected_s
     now: float = 0.0
+    decisions: int = 0
     arrivals: int = 0  # on a device, because somebody waited
     shared_s: float = 0.0  # in which copies shared a link
     most_copies: int = 0  # to one device at once
@@ -285,7 +287,7 @@ class Machine:
     def _resident(self, replica: Replica) -> ReplicaSnapshot:
         model = replica.model
         return ReplicaSnapshot(
-            name=model.name, model=model.name, device=replica.device,
+            name=model.name, model=model.name, devices=replica.devices,
             residency=replica.residency, toward=replica.toward, preferences=model.preferences, times=model.times,
             device_bytes=replica.device_bytes, granted_bytes=replica.granted_bytes, asleep_bytes=model.asleep_bytes,
             min_bytes=model.min_bytes, max_bytes=model.max_bytes,
@@ -300,7 +302,7 @@ class Machine:
             requested_at=self.now if replica.waiting or replica.running else replica.asked_at,
             request_rate=self._rate(replica),
             placed_at=replica.placed_at, evicted_at=replica.evicted_at,
-            startable=self.now >= replica.start_at,
+            startable=self.now >= replica.start_at, device_count=model.gpus,
         )  # fmt: skip
 
     def _rate(self, replica: Replica) -> float:
@@ -308,6 +310,7 @@ class Machine:
 
     def _decide(self) -> None:
         self._deciding = False
+        self.decisions += 1
         decision = decide_placement(self.view(), self.allowance)
         self.allowance = decision.allowance
         for move in decision.placements:
@@ -332,7 +335,8 @@ class Machine:
         if residency is not DEVICE and move.residency is DEVICE:
             self.arrivals += bool(replica.waiting)
         if move.residency is not DISK and residency is not DEVICE:
-            replica.device, replica.granted_bytes = move.device, move.device_bytes
+            assert residency is DISK or move.devices == replica.devices, "a process changed its devices"
+            replica.devices, replica.granted_bytes = move.devices, move.device_bytes
             replica.device_bytes = max(replica.device_bytes, move.device_bytes)
             replica.standby = replica.standby or move.standby
             if residency is DISK and replica.standby:
@@ -378,7 +382,7 @@ class Machine:
             self._copies[name] -= passed_s / sharing
 
     def _sharing(self, replica: Replica) -> int:
-        return sum(self.replicas[name].device == replica.device for name in self._copies)
+        return max(sum(device in self.replicas[name].devices for name in self._copies) for device in replica.devices)
 
     def _arrive(self, replica: Replica, flight: int) -> None:
         if replica.flight != flight:
@@ -423,7 +427,7 @@ class Machine:
             return "its own sleep" if replica.toward is MEMORY else "its own calls"
         if replica.toward is DEVICE:
             return "its own wake"
-        others = [other for other in self.replicas.values() if other.device == replica.device]
+        others = [other for other in self.replicas.values() if not set(other.devices).isdisjoint(replica.devices)]
         if any(other.residency is MEMORY and other.toward is DEVICE for other in others):
             return "another's wake"
         if any(other.residency is DEVICE and other.toward is MEMORY for other in others):
@@ -447,19 +451,23 @@ class Machine:
     def _count_move(self, replica: Replica, move: Placement) -> None:
         """Moves of one minute and device stay within the bounds, resizes that make room with the first."""
         resize = replica.residency is DEVICE and move.residency is DEVICE
-        minute = self._minutes.setdefault((move.device, resize), deque())
-        minute.append(self.now)
-        while minute[0] <= self.now - 60:
-            minute.popleft()
-        assert len(minute) <= (MOVES_PER_MINUTE + RESIZES_PER_MINUTE if resize else MOVES_PER_MINUTE), "too many moves"
+        for device in move.devices:
+            minute = self._minutes.setdefault((device, resize), deque())
+            minute.append(self.now)
+            while minute[0] <= self.now - 60:
+                minute.popleft()
+            bound = MOVES_PER_MINUTE + RESIZES_PER_MINUTE if resize else MOVES_PER_MINUTE
+            assert len(minute) <= bound, "too many moves"
 
     def check(self) -> None:
         for device, budget in enumerate(self.devices):
-            held = sum(replica.held for replica in self.replicas.values() if replica.device == device)
+            held = sum(replica.held for replica in self.replicas.values() if device in replica.devices)
             assert held <= budget, f"{held} bytes of {budget} are held on device {device}"
         asleep = sum(replica.memory_bytes for replica in self.replicas.values())
         assert asleep <= self.memory_bytes, f"{asleep} bytes of {self.memory_bytes} are held in host memory"
         for replica in self.replicas.values():
+            assert len(replica.devices) in (replica.model.gpus, 0 if not replica.held else -1), "part of a tuple"
+            assert sorted(set(replica.devices)) == list(replica.devices), "devices out of order"
             waited_s = self._waited_s(replica)
             assert waited_s <= self.bound_s, f"{replica.model.name} has waited for {waited_s:.1f} s"
 
@@ -522,6 +530,26 @@ def standby(seed: int, minutes: float, count: int, device_bytes: int) -> tuple[M
     machine = Machine(models, (device_bytes,), 1000 * GB, costs=costs)
     trace = standby_load.zipf([model.name for model in models], 60 * minutes, seed)
     return machine, [Request(asked.at, asked.model, asked.tokens) for asked in trace]
+
+
+def four_devices(dice: random.Random) -> tuple[Machine, list[Request]]:
+    """A machine of four devices and requests to models of one, two and four ranks: of all sizes and preferences, with
+    moves that fail, and host memory for some of them. Nobody waits for longer than what each may take in turn."""
+    ranks = [1, 1, 1, 2, 2, 2, 4]
+    models = [
+        Model(
+            f"m{i}-{gpus}", (least := dice.randint(5, 40) * GB), least + dice.randint(0, 30) * GB,
+            PlacementPreferences(
+                i == 0 and dice.random() < 0.3, dice.choice([1, 1, 8]), dice.random() * 2, dice.random() * 3
+            ),
+            gpus=gpus,
+        )
+        for i, gpus in enumerate(dice.choices(ranks, k=dice.randint(4, 8)))
+    ]  # fmt: skip
+    devices = tuple(dice.randint(85, 95) * GB for _ in range(4))
+    host_bytes = dice.choice([100, 200, 400]) * GB
+    machine = Machine(models, devices, host_bytes, fails=lambda: dice.random() < 0.03, bound_s=180.0)
+    return machine, zipf(dice, [model.name for model in models], dice.uniform(0.5, 4), 60)
 
 
 def first_token_waits(jobs: Iterable[Job]) -> list[float]:

@@ -50,7 +50,7 @@ WISHES = PlacementPreferences(resident_s=1.0, wake_s=2.0)
 def awake(name: str, **changes: Any) -> ReplicaSnapshot:
     """It has been on the device for long, and has nothing to do."""
     resident = ReplicaSnapshot(
-        name=name, model=name, device=0, residency=DEVICE, toward=DEVICE, preferences=WISHES, times=TIMES,
+        name=name, model=name, devices=(0,), residency=DEVICE, toward=DEVICE, preferences=WISHES, times=TIMES,
         device_bytes=18 * GB, granted_bytes=18 * GB, asleep_bytes=GB, min_bytes=18 * GB, max_bytes=30 * GB,
         memory_bytes=16 * GB, standby_bytes=16 * GB, requested_at=NOW - 100, request_rate=0.01, placed_at=NOW - 200,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def asleep(name: str, **changes: Any) -> ReplicaSnapshot:
 
 
 def on_disk(name: str, **changes: Any) -> ReplicaSnapshot:
-    there = {"residency": DISK, "toward": DISK, "device": -1, "device_bytes": 0, "granted_bytes": 0, "memory_bytes": 0}
+    there = {"residency": DISK, "toward": DISK, "devices": (), "device_bytes": 0, "granted_bytes": 0, "memory_bytes": 0}
     return awake(name, **there | {"placed_at": None, "requested_at": None, "request_rate": 0.0} | changes)
 
 
@@ -98,7 +98,7 @@ def only(seen: PlacementSnapshot) -> Placement:
 
 def test_a_model_that_is_waited_for_wakes() -> None:
     move = only(view(awake("a"), asleep("b", **waits())))
-    assert (move.name, move.residency, move.device) == ("b", DEVICE, 0)
+    assert (move.name, move.residency, move.devices) == ("b", DEVICE, (0,))
     assert 18 * GB <= move.device_bytes <= 21 * GB
 
 
@@ -107,7 +107,7 @@ def test_one_whose_requests_run_or_that_moves_is_left_alone() -> None:
 
 
 def test_one_wakes_after_the_other_on_each_device() -> None:
-    first, second, elsewhere = asleep("a", **waits(0.2)), asleep("b", **waits()), asleep("d", device=1, **waits())
+    first, second, elsewhere = asleep("a", **waits(0.2)), asleep("b", **waits()), asleep("d", devices=(1,), **waits())
     devices = (38 * GB, 20 * GB)
     assert set(moves(view(first, second, elsewhere, devices=devices))) == {("a", DEVICE), ("d", DEVICE)}
     on_its_way = asleep("a", toward=DEVICE, granted_bytes=18 * GB)
@@ -171,7 +171,7 @@ def test_a_second_replica_comes_only_when_requests_have_waited_for_long_and_inte
 
 
 def test_one_that_starts_to_sleep_stays_when_it_is_asked_for() -> None:
-    starting = on_disk("a", toward=MEMORY, device=0, granted_bytes=20 * GB, **waits())
+    starting = on_disk("a", toward=MEMORY, devices=(0,), granted_bytes=20 * GB, **waits())
     assert only(view(starting)).residency is DEVICE
 
 
@@ -181,14 +181,14 @@ def test_what_backs_off_is_not_started() -> None:
 
 def test_a_start_goes_to_the_device_with_the_most_room() -> None:
     move = only(view(awake("a"), on_disk("b", **waits()), devices=(70 * GB, 60 * GB)))
-    assert (move.name, move.device) == ("b", 1)
+    assert (move.name, move.devices) == ("b", (1,))
 
 
 def test_one_start_at_a_time_on_a_device() -> None:
     seen = view(on_disk("a", **waits()), on_disk("b", **waits()), on_disk("c", **waits()), devices=(100 * GB, 100 * GB))
-    assert {(move.name, move.device) for move in decide_placement(seen, MoveAllowance()).placements} == {
-        ("a", 0),
-        ("b", 1),
+    assert {(move.name, move.devices) for move in decide_placement(seen, MoveAllowance()).placements} == {
+        ("a", (0,)),
+        ("b", (1,)),
     }
 
 
@@ -297,7 +297,7 @@ def test_one_that_arrives_leaves_the_room_of_the_next() -> None:
 
 
 def test_one_that_starts_with_more_than_it_needs_gives_nothing_of_that_to_one_that_wakes() -> None:
-    starts = on_disk("a", toward=MEMORY, device=0, device_bytes=30 * GB, granted_bytes=30 * GB)
+    starts = on_disk("a", toward=MEMORY, devices=(0,), device_bytes=30 * GB, granted_bytes=30 * GB)
     move = only(view(starts, asleep("b", **waits()), devices=(48 * GB,)))
     assert (move.name, move.device_bytes) == ("b", 18 * GB)
 
@@ -409,7 +409,7 @@ def test_the_time_until_one_could_serve_counts_its_move_the_room_and_who_is_befo
     assert ready_ms("c", view(*busy)) == 2400
     behind = (awake("a"), awake("b"), asleep("c"), asleep("d", **waits(1.0)))
     assert ready_ms("c", view(*behind)) == 800
-    assert ready_ms("b", view(on_disk("a", toward=DEVICE, device=0), on_disk("b"))) > 4000
+    assert ready_ms("b", view(on_disk("a", toward=DEVICE, devices=(0,)), on_disk("b"))) > 4000
 
 
 # Over time

@@ -15,6 +15,7 @@ from engine.protocol.frames import (
     FrameError,
     FrameReader,
     Hello,
+    PollLoad,
     Reject,
     ReplicaLoad,
     Submit,
@@ -30,6 +31,7 @@ FRAMES: list[Frame] = [
         1, b"\1\0\0\0", Scope(ScopeKind.TENANT, b"a" * 16, 3), SamplingParams(seed=2**63 - 1, logit_bias={4: -1.5}), 9
     ),
     ReplicaLoad(1, 2, 3, 4, 5, 6, draining=True, counters={"steps": 2**40}),
+    PollLoad(),
 ]
 
 
@@ -48,6 +50,20 @@ def test_frames_come_back_equal_however_the_bytes_are_cut(seed: int) -> None:
         received += reader.feed(stream[:size])
         stream = stream[size:]
     assert received == sent
+
+
+def test_a_report_said_again_is_the_same_one_and_nothing_else_is_kept() -> None:
+    reader = FrameReader()
+    load = encode_frame(FRAMES[3])
+    (first,) = reader.feed(load)
+    assert [frame is first for frame in (*reader.feed(load), *reader.feed(load))] == [True, True]
+    assert list(reader.feed(load[:5])) == []
+    assert list(reader.feed(load[5:])) == [first], "in pieces it is read anew"
+    submit = encode_frame(FRAMES[2])
+    assert list(reader.feed(submit)) == list(reader.feed(submit)) == [FRAMES[2]]
+    assert reader._report_bytes == load
+    (other,) = reader.feed(encode_frame(ReplicaLoad(2, 2, 3, 4, 5, 6)))
+    assert other == ReplicaLoad(2, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize(
@@ -87,18 +103,29 @@ def hello(protocol: int = PROTOCOL_VERSION) -> list[object]:
     ids=["alike", "more fields", "fewer fields", "other types", "version alone"],
 )
 def test_a_hello_of_another_version_is_refused_by_its_number(fields: list[object]) -> None:
-    with pytest.raises(FrameError, match="protocol 9, and this process speaks protocol 2: install the same hearth"):
+    with pytest.raises(
+        FrameError, match="protocol 9, and this process speaks protocol 2 to 3: install the same hearth"
+    ):
         list(FrameReader().feed(framed(msgspec.msgpack.encode(fields))))
 
 
+def test_a_peer_one_version_on_is_read_and_one_two_versions_on_is_refused_by_its_number() -> None:
+    next_one = Hello(PROTOCOL_VERSION, "m", "r", "1", 0, 64, 64, 16, 8, newest_protocol=PROTOCOL_VERSION + 1)
+    assert list(FrameReader().feed(encode_frame(next_one))) == [next_one]
+    oldest = PROTOCOL_VERSION + 1
+    after_it = msgspec.structs.replace(next_one, protocol=oldest, newest_protocol=PROTOCOL_VERSION + 2)
+    with pytest.raises(FrameError, match=f"protocol {oldest}, and this process speaks protocol 2 to 3: install"):
+        list(FrameReader().feed(encode_frame(after_it)))
+
+
 def test_a_hello_of_this_version_with_fields_of_a_later_one_is_read() -> None:
-    (frame,) = FrameReader().feed(framed(msgspec.msgpack.encode([*hello(), "later"])))
+    (frame,) = FrameReader().feed(framed(msgspec.msgpack.encode([*hello(), PROTOCOL_VERSION + 1, "later"])))
     assert isinstance(frame, Hello)
 
 
 @pytest.mark.parametrize("rest", [[], [1], [{"any": "thing"}, [[]]]])
 def test_a_frame_of_an_unknown_kind_is_refused_by_its_name(rest: list[object]) -> None:
-    with pytest.raises(FrameError, match="'transfer' frame, which protocol 2 does not have: install the same hearth"):
+    with pytest.raises(FrameError, match="'transfer' frame, which protocol 3 does not have: install the same hearth"):
         list(FrameReader().feed(framed(msgspec.msgpack.encode(["transfer", *rest]))))
 
 

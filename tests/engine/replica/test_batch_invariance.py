@@ -7,14 +7,14 @@ from importlib.resources import files
 import pytest
 
 from engine.execution.open import open_model
+from engine.kv_blocks.block_pool import BlockPool
+from engine.kv_blocks.kv_manager import KVManager
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_budget import SchedulerConfig
-from engine.scheduling.validation import RequestValidator
+from engine.sequences.validation import RequestValidator
 from engine.step.executor import LoadedModel
 from prefixcache.tree import PrefixTree
 

@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from engine.execution.open import open_model
-from engine.execution.step_loop import StepLoop
 from engine.models.config import ModelConfigError
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import FinishReason, Pooling, RejectReason, SamplingParams, Scope, ScopeKind
 from engine.replica.open_scheduler import max_sequence_tokens, open_scheduler, open_validator
-from engine.scheduling.validation import SubmitRejected
+from engine.scheduling.step_loop import StepLoop
+from engine.sequences.validation import SubmitRejected
 from engine.step.layout import SequenceSlice, pack_step
 from tests.engine.execution.test_gpu_runner import interpreted
-from tests.support.small_models import BLOCK_TOKENS, FAMILIES, open_small, reference_model, saved, spec
+from tests.support.small_models import BLOCK_TOKENS, FAMILIES, in_all_groups, open_small, reference_model, saved, spec
 
 pytestmark = pytest.mark.usefixtures("inference")
 
@@ -36,7 +36,7 @@ class Served:
         opened = open_model(model, device, 1, lambda: None)
         self.model = opened
         self.scheduler = open_scheduler(opened, model, lambda: 0.0)
-        self.loop = StepLoop(opened.executor, self.scheduler, opened.paged)
+        self.loop = StepLoop(opened.executor, self.scheduler, opened.memories)
         self.door = open_validator(opened, model, max_sequence_tokens(opened, 0))
         self.cached: dict[int, int] = {}
         self._next = 0
@@ -158,9 +158,8 @@ def test_a_device_gives_the_vectors_that_a_host_does(tmp_path: Path) -> None:
     host = open_small(folder, vectors=True)
     device = interpreted(folder, vectors=True)
     texts = _texts([3, 20])
-    packed = pack_step(
-        [SequenceSlice(text, 0, [4 * i, 4 * i + 1], SamplingParams()) for i, text in enumerate(texts)], BLOCK_TOKENS
-    )
+    slices = [SequenceSlice(text, 0, [[4 * i, 4 * i + 1]], SamplingParams()) for i, text in enumerate(texts)]
+    packed = pack_step(in_all_groups(host, slices), BLOCK_TOKENS)
     expected, found = host.executor.launch(packed).wait(), device.executor.launch(packed).wait()
     assert expected.vectors_RH is not None
     assert found.vectors_RH is not None

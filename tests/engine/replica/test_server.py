@@ -12,19 +12,23 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
+from engine.protocol.cache_frames import HeldPrefixes, RaiseEpochs, RouteKey
 from engine.protocol.frames import (
+    PROTOCOL_OLDEST,
     PROTOCOL_VERSION,
     Cancel,
     Frame,
     FrameReader,
     Hello,
     PlacementStatus,
+    PollLoad,
     Reject,
     ReplicaLoad,
     SequenceFinished,
@@ -34,9 +38,12 @@ from engine.protocol.frames import (
     Submit,
     encode_frame,
 )
+from engine.protocol.prefix_names import prefix_names
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 from engine.protocol.types import (
     FinishReason,
+    GivenTokens,
+    PrefixTier,
     RejectReason,
     Residency,
     SamplingParams,
@@ -155,6 +162,7 @@ class Stamped:
             address=self.address,
             pulse=self.pulse,
             boot=7,
+            region="eu",
         )
         with self.log.open("w") as log:
             self.process = subprocess.Popen(self.command(temper or Temper()), stderr=log)
@@ -231,14 +239,62 @@ def test_hello_is_first_and_says_what_the_model_takes(calm: Stamped) -> None:
     hello = peer.frames[0]
     assert isinstance(hello, Hello)
     assert (hello.protocol, hello.model, hello.revision, hello.boot) == (
-        PROTOCOL_VERSION,
+        PROTOCOL_OLDEST,
         "@cf/test/stamp",
         "stamp-1",
         "7",
     )
+    assert hello.newest_protocol == PROTOCOL_VERSION
     assert (hello.pid, hello.vocabulary, hello.context_tokens) == (calm.process.pid, 1000, 4096)
     assert (hello.block_tokens, hello.blocks) == (16, 1024)
     assert isinstance(peer.frames[1], ReplicaLoad)
+
+
+def test_a_request_for_other_regions_alone_is_refused_by_the_replica_itself(calm: Stamped) -> None:
+    peer = calm.peer()
+    peer.submit(1, regions=["us", "eu-2"])
+    peer.submit(2, regions=["us", "eu"])
+    peer.until(finished(1, 2))
+    assert peer.rejected[1].reason is RejectReason.REGION
+    assert "in eu, and the request is for us, eu-2 alone" in peer.rejected[1].message
+    assert peer.tokens == {2: expected()}
+    hello = peer.frames[0]
+    assert isinstance(hello, Hello)
+    assert hello.region == "eu"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_that_began_elsewhere_goes_on_behind_the_tokens_given(calm: Stamped, temperature: float) -> None:
+    peer, seeded = calm.peer(), SamplingParams(temperature=temperature, seed=5)
+    whole = {choice: expected(PROMPT, 12, msgspec.structs.replace(seeded, seed=5 + choice)) for choice in (0, 2)}
+    given = [GivenTokens(choice, array("I", tokens[: 4 * choice]).tobytes()) for choice, tokens in whole.items()]
+    peer.submit(10, max_tokens=12, sampling=seeded, n=2, given=given)
+    peer.until(finished(10, 11))
+    assert peer.tokens == {10: whole[0], 11: whole[2][8:]}
+    assert [peer.finished[id].completion_tokens for id in (10, 11)] == [12, 12]
+    assert all(peer.started[id].cached_tokens <= len(PROMPT) for id in (10, 11)), "of the prompt alone"
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([GivenTokens(0, b"\1\0\0\0" * 5)], "choice 0 has ended"),
+        ([GivenTokens(0, b"\7\0\0\0")], "choice 0 has ended"),
+        ([GivenTokens(0, b"\0\0\1\0")], "vocabulary"),
+        ([GivenTokens(0, b"abc")], "packed u32"),
+        ([GivenTokens(-1, b"")], "packed u32"),
+        ([GivenTokens(0, b""), GivenTokens(1, b"")], "each of the n choices"),
+    ],
+    ids=["whole", "stopped", "unknown", "cut", "choice", "more"],
+)
+def test_tokens_given_that_no_replica_can_have_emitted_are_refused(
+    calm: Stamped, given: list[GivenTokens], problem: str
+) -> None:
+    peer = calm.peer()
+    peer.submit(20, stop_ids=[7], given=given)
+    peer.until(finished(20))
+    assert peer.rejected[20].reason is RejectReason.INVALID
+    assert problem in peer.rejected[20].message
 
 
 def test_a_prompt_is_answered_token_by_token_and_ends_once(calm: Stamped) -> None:
@@ -305,6 +361,47 @@ def test_what_is_over_is_given_back_while_nothing_runs(start: Callable[..., Stam
     assert peer.load.counters["evicted_age_blocks"] == peer.load.counters["erased_blocks"] == 4
 
 
+def test_raised_epochs_wipe_what_is_cached_without_a_call_and_a_late_one_finds_nothing(
+    start: Callable[..., Stamped],
+) -> None:
+    prompt, own = list(range(500, 570)), Scope(ScopeKind.USER, b"u" * 16, account=b"c" * 16)
+    peer = start(Temper(blocks=4000)).peer()
+    for id, scope in ((1, TENANT_A), (2, TENANT_B), (3, own)):
+        peer.submit(id, prompt, scope=scope)
+        peer.until(finished(id))
+    peer.until(lambda peer: peer.load.cached_blocks == 12)
+    peer.socket.sendall(encode_frame(RaiseEpochs([b"a" * 16, b"c" * 16, b"x" * 16], [1, 2, 3])))
+    peer.until(lambda peer: peer.load.cached_blocks == 4)
+    assert peer.load.counters["evicted_epoch_blocks"] == peer.load.counters["erased_blocks"] == 8
+    for id, scope in ((4, TENANT_A), (5, TENANT_B), (6, own), (7, TENANT_A)):
+        peer.submit(id, prompt, scope=scope)
+        peer.until(finished(id))
+    assert [peer.started[id].cached_tokens for id in (4, 5, 6, 7)] == [0, 64, 0, 0], (
+        "a late caller's is kept for nobody"
+    )
+    for id in (8, 9):
+        peer.submit(id, prompt, scope=msgspec.structs.replace(TENANT_A, epoch=1))
+        peer.until(finished(id))
+    assert [peer.started[id].cached_tokens for id in (8, 9)] == [0, 64]
+
+
+def test_whoever_brings_a_key_is_told_what_is_cached_and_what_changes(start: Callable[..., Stamped]) -> None:
+    key, prompt = b"k" * 32, list(range(500, 640))
+    replica = start(Temper(blocks=4000))
+    peer, later = replica.peer(), replica.peer()
+    names = b"".join(name for _, name in prefix_names(key, (2, b"a" * 16, 0), array("I", prompt).tobytes()))
+    held = HeldPrefixes(names, bytes([PrefixTier.DEVICE] * 2))
+    peer.socket.sendall(encode_frame(RouteKey(key)))
+    peer.submit(1, prompt)
+    peer.until(finished(1))
+    peer.until(lambda peer: held in peer.frames)
+    later.socket.sendall(encode_frame(RouteKey(key)))
+    later.until(lambda peer: held in peer.frames)
+    peer.socket.sendall(encode_frame(RaiseEpochs([b"a" * 16], [1])))
+    for each in (peer, later):
+        each.until(lambda peer: HeldPrefixes(names, bytes([PrefixTier.NONE] * 2)) in peer.frames)
+
+
 def test_choices_are_sampled_with_seeds_that_count_up(calm: Stamped) -> None:
     peer = calm.peer()
     sampling = SamplingParams(temperature=1.0, seed=11)
@@ -352,6 +449,39 @@ def test_load_comes_twice_a_second_and_when_a_sequence_starts_or_ends(calm: Stam
     first, last = peer.loads[1], peer.load
     assert all(last.counters[name] >= count for name, count in first.counters.items())
     assert last.free_blocks + last.cached_blocks == 1024
+
+
+def test_a_gateway_hears_of_anothers_sequences_with_the_next_load_and_not_at_each(calm: Stamped) -> None:
+    busy, watcher = calm.peer(), calm.peer().until(lambda peer: len(peer.loads) >= 2)
+    seen, before = len(watcher.loads), len(busy.loads)
+    for id in range(30):
+        busy.submit(id, [id + 1], max_tokens=2)
+        busy.until(finished(id))
+    started = busy.load.counters["started"]
+    watcher.until(lambda peer: peer.load.counters.get("started", 0) >= started)
+    assert len(busy.loads) - before >= 30
+    assert len(watcher.loads) - seen < 30
+
+
+def test_a_gateway_that_polls_hears_what_is_news_to_it_and_nothing_twice(calm: Stamped) -> None:
+    quiet, watcher = calm.peer(), calm.peer()
+    quiet.socket.sendall(encode_frame(PollLoad()))
+
+    def refused(id: int) -> int:
+        """All that was on its way is here; how many loads that makes."""
+        quiet.submit(id, regions=["us"])
+        quiet.until(finished(id))
+        return len(quiet.loads)
+
+    before, ticks = refused(1), len(watcher.loads) + 5
+    watcher.until(lambda peer: len(peer.loads) >= ticks)
+    heard = refused(2)
+    assert heard > before, "it had counted on a sequence that never was"
+    assert all(one != other for one, other in pairwise(quiet.loads[before:]))
+    quiet.until(lambda peer: len(peer.loads) > heard)
+    watcher.submit(1, max_tokens=3)
+    watcher.until(finished(1))
+    quiet.until(lambda peer: peer.load.counters.get("started") == watcher.load.counters["started"])
 
 
 # What a gateway may do wrong
@@ -529,9 +659,8 @@ def test_a_gateway_that_does_not_read_is_dropped_and_never_waited_for(start: Cal
     reader, sleeper = replica.peer(), replica.peer()
     for id in range(8):
         sleeper.submit(id, [id + 1], max_tokens=4000, sampling=SamplingParams(logprobs=20))
-    reader.until(lambda peer: any(load.running == 8 for load in peer.loads))
-    reader.until(lambda peer: peer.load.running == 0)
-    assert reader.load.counters["finished_cancelled"] == 8
+    reader.until(lambda peer: peer.load.counters.get("finished_cancelled") == 8)
+    assert reader.load.running == 0
     reader.submit(1)
     reader.until(finished(1))
     sleeper.until(lambda peer: peer.closed)
@@ -570,8 +699,8 @@ def test_two_failed_steps_in_a_row_end_the_process(start: Callable[..., Stamped]
     for id in (1, 2, 3):
         peer.submit(id, max_tokens=10)
     peer.until(lambda peer: peer.closed)
-    assert {finish.reason for finish in peer.finished.values()} == {FinishReason.ERROR}
-    assert set(peer.finished) == {1, 2, 3}
+    assert {id: finish.reason for id, finish in peer.finished.items()} == dict.fromkeys((1, 2), FinishReason.ERROR)
+    assert peer.load.draining, "what was in no failed step is told to go elsewhere"
     assert replica.status() == 1
     assert "closed" not in replica.log.read_text(), "its device may answer no call any more"
 
@@ -684,7 +813,9 @@ def test_the_longest_sequence_fits_what_there_is_at_the_least(start: Callable[..
 # How the process ends
 
 
-def test_what_waits_for_one_that_sleeps_and_is_told_to_end_is_told_at_once(start: Callable[..., Stamped]) -> None:
+def test_what_waits_for_a_sleeper_that_is_told_to_end_goes_elsewhere_at_once(
+    start: Callable[..., Stamped],
+) -> None:
     replica = start()
     peer = replica.peer()
     peer.place(Residency.MEMORY)
@@ -693,7 +824,8 @@ def test_what_waits_for_one_that_sleeps_and_is_told_to_end_is_told_at_once(start
     peer.until(lambda peer: peer.load.waiting == 1)
     replica.process.send_signal(signal.SIGTERM)
     peer.until(lambda peer: peer.closed)
-    assert "shutting down" in peer.finished[1].message
+    assert not peer.finished
+    assert peer.load.draining
     assert replica.status() == 0
 
 
@@ -741,7 +873,7 @@ def test_draining_refuses_new_work_and_finishes_the_old(start: Callable[..., Sta
     assert replica.status() == 0
 
 
-def test_drain_has_a_deadline_that_is_said_aloud(start: Callable[..., Stamped]) -> None:
+def test_drain_has_a_deadline_after_which_what_runs_goes_elsewhere(start: Callable[..., Stamped]) -> None:
     replica = start(Temper(step_ms=5, drain_s=0.3), sequences=1)
     peer = replica.peer()
     peer.submit(1, max_tokens=4000)
@@ -749,8 +881,8 @@ def test_drain_has_a_deadline_that_is_said_aloud(start: Callable[..., Stamped]) 
     peer.until(lambda peer: 1 in peer.tokens and peer.load.waiting == 1)
     replica.process.send_signal(signal.SIGTERM)
     peer.until(lambda peer: peer.closed)
-    assert {id: finish.reason for id, finish in peer.finished.items()} == dict.fromkeys((1, 2), FinishReason.ERROR)
-    assert all("shutting down" in finish.message for finish in peer.finished.values())
+    assert not peer.finished
+    assert peer.load.draining
     assert replica.status() == 0
 
 

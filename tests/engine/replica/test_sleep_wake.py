@@ -11,6 +11,7 @@ from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.frames import PlacementStatus, SetPlacement
 from engine.protocol.types import Residency, SchedulingTerms, Scope, ScopeKind
 from engine.replica.sleep_wake import EXTENTS_AT_ONCE, SleepController
+from engine.scheduling.step_loop import StepLoop
 from engine.weights.checkpoint import CheckpointError
 from tests.engine.scheduling.simulation.replica import Simulation
 
@@ -55,14 +56,14 @@ class Moving:
         self.unprepared -= 1
         return PIECE_BYTES
 
-    def sleep(self, keep: Items[int]) -> int:
+    def sleep(self, keep: Items[Items[int]]) -> int:
         assert not self.unprepared, "the replica would not answer while all that is copied"
         error, self.of_host = self.of_host, None
         if error is not None:
             raise error
         return self._stamps.sleep(keep)
 
-    def wake(self, extents: Items[int], restore: Items[int]) -> int:
+    def wake(self, extents: Items[Items[int]], restore: Items[Items[int]]) -> int:
         self._take()
         return self._stamps.wake(extents, restore)
 
@@ -86,8 +87,9 @@ class House:
         )  # fmt: skip
         simulation = self.simulation
         self.memory = Moving(simulation)
+        simulation.loop = StepLoop(simulation, simulation.scheduler, [self.memory], simulation._mask)
         self.controller = SleepController(
-            self.memory, self.memory, simulation.scheduler, simulation.loop, kept_bytes, lambda: simulation.seconds
+            self.memory, [self.memory], simulation.scheduler, simulation.loop, kept_bytes, lambda: simulation.seconds
         )
         self.told: list[PlacementStatus] = []
 
@@ -114,6 +116,15 @@ class House:
     def finish(self) -> None:
         self.simulation.run()
         self.simulation.assert_all_finished()
+
+
+def test_room_for_kv_of_other_replicas_counts_as_held_wherever_it_is() -> None:
+    plain, house = House(), House()
+    house.controller._reserved_bytes = 1 << 30
+    for residency in (Residency.DEVICE, Residency.MEMORY):
+        without, status = plain.place(residency), house.place(residency)
+        assert status.memory_bytes == without.memory_bytes + (1 << 30)
+        assert status.standby_bytes == without.standby_bytes + (1 << 30)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -40,15 +40,16 @@ class Told:
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
         self.now_ns = 0
-        self.traces = ReplicaTracer(self.exporter, "test-replica", "@cf/test/stamp", 7, self._clock)
+        self.traces = ReplicaTracer(self.exporter, "test-replica", "@cf/test/stamp", 7, self._clock, region="eu")
 
     def _clock(self) -> int:
         self.now_ns += MS
         return self.now_ns
 
-    def submit(self, id: int, traceparent: str = SAMPLED, owner: int = 1, n: int = 1) -> None:
-        packed = array("I", PROMPT).tobytes()
-        self.traces.accepted(owner, Submit(id, packed, SCOPE, SamplingParams(), 9, n=n, traceparent=traceparent))
+    def submit(self, id: int, traceparent: str = SAMPLED, owner: int = 1, n: int = 1, *regions: str) -> None:
+        packed, allowed = array("I", PROMPT).tobytes(), [*regions]
+        submit = Submit(id, packed, SCOPE, SamplingParams(), 9, n=n, traceparent=traceparent, regions=allowed)
+        self.traces.accepted(owner, submit)
 
     def start(self, id: int, waited_ms: float = 0.0, cached_tokens: int = 0) -> None:
         self.traces.observe(1, StepOutputs([], [], b"", started=[SequenceStarted(id, cached_tokens, waited_ms)]))
@@ -128,6 +129,14 @@ def test_only_what_the_gateway_samples_is_traced(traceparent: str) -> None:
     told.start(1)
     told.tokens(1, finish=FinishReason.STOP)
     assert told.spans() == ()
+
+
+def test_what_may_not_leave_for_the_collectors_region_is_not_traced() -> None:
+    told = Told()
+    told.submit(1, SAMPLED, 1, 1, "us", "mars")
+    assert told.traces.open == 0
+    told.submit(2, SAMPLED, 1, 1, "us", "eu")
+    assert told.traces.open == 1
 
 
 def test_one_cancelled_in_the_queue_is_one_span() -> None:

@@ -9,7 +9,7 @@ import pytest
 from engine.protocol.types import FinishReason, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling import best_effort
 from engine.scheduling.best_effort import IDLE_STEP_FACTOR, IDLE_STEP_ROWS, BestEffortBudget
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.validation import SubmitRejected
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
 from tests.engine.scheduling.test_scheduler import A, B, words
 from tests.engine.scheduling.test_token_budget import COSTS, limits, predicted_us, running

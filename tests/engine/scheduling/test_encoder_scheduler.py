@@ -5,7 +5,7 @@ import pytest
 from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.types import FinishReason, Pooling, RejectReason, SchedulingTerms
 from engine.scheduling.encoder_scheduler import BEST_EFFORT_DIVISOR
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.validation import SubmitRejected
 from tests.engine.scheduling.simulation.encoder import ACCOUNTS, CONTEXT_TOKENS, VOCABULARY, Simulation, live
 
 

@@ -4,14 +4,14 @@ from array import array
 
 import pytest
 
+from engine.kv_blocks.block_pool import BlockPool
+from engine.kv_blocks.kv_manager import KVManager
 from engine.protocol.frames import Submit
 from engine.protocol.types import FinishReason, Pooling, SamplingParams, SchedulingTerms, Scope, ScopeKind
-from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.encoder_scheduler import EncoderScheduler
-from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.token_budget import SchedulerConfig
-from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.sequences.validation import RequestValidator, SubmitRejected
 from prefixcache.tree import PrefixTree
 
 CONFIG = SchedulerConfig(step_tokens=32, prompt_step_tokens=32, max_sequences=4, max_waiting=4)

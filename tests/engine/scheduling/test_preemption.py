@@ -5,9 +5,9 @@ from array import array
 import pytest
 
 from engine.protocol.types import SamplingParams, SchedulingTerms
-from engine.scheduling.fair_queue import AccountQueue
 from engine.scheduling.preemption import victim_for_turn, victim_of_shortage, victim_under_cap
-from engine.scheduling.sequence import Sequence
+from engine.sequences.fair_queue import AccountQueue
+from engine.sequences.sequence import Sequence
 
 Account = AccountQueue[Sequence]
 

@@ -11,8 +11,9 @@ import pytest
 
 from engine.protocol.types import SamplingParams
 from engine.scheduling.prefix_groups import PrefixGroups
-from engine.scheduling.sequence import Sequence
+from engine.sequences.sequence import Sequence
 from engine.step.cost_model import CostModel
+from engine.step.key_span import FULL, KeySpan
 from engine.step.layout import SEGMENTS_MAX, PrefixSegment, SequenceSlice, pack_step, unpack_step
 from prefixcache.tree import Namespace
 
@@ -173,11 +174,107 @@ def test_no_group_reads_what_is_not_its_members(seed: int) -> None:
         assert len({each.table[first:last].tobytes() for each in reading}) == 1
     taking_part = [each for each in sequences if each is not None]
     numbers = {index: number for number, index in enumerate(i for i, each in enumerate(sequences) if each is not None)}
-    slices = [SequenceSlice([0], each.launched, each.table[: each.block_count]) for each in taking_part]
+    slices = [SequenceSlice([0], each.launched, [each.table[: each.block_count]]) for each in taking_part]
     renamed = [PrefixSegment([numbers[i] for i in each.members], each.first, each.last) for each in segments]
     if slices:
         batch = unpack_step(pack_step(slices, SIZE, renamed))  # asserts that there is no gap, and a key left for each
-        assert len(batch.segments_G4) == len(segments)
+        assert len(batch.segments_N5) == len(segments)
+
+
+def _windowed(costs: CostModel, *windows: tuple[int, float]) -> CostModel:
+    return replace(costs, windows=windows)
+
+
+def test_what_a_window_shows_of_a_prefix_is_read_together_there_too() -> None:
+    sequences: list[Sequence | None] = [_sequence([*range(100), 200 + own], [1000 + own]) for own in range(8)]
+    position, keys = 102 * SIZE - 1, 100 * SIZE
+    for span in (KeySpan(window=800), KeySpan(chunk=1024)):
+        groups = PrefixGroups(_windowed(CHEAP, (800, 0.75)), SIZE, (FULL, span))
+        segments = groups.segments(sequences)
+        assert [(each.members, each.first, each.last, each.group) for each in segments] == [
+            ([*range(8)], 0, keys, 0),
+            ([*range(8)], 0, keys, 1),
+        ]
+        seen = keys - span.first(position)
+        assert groups.spared_keys == round(7 * (0.25 * keys + 0.75 * max(0, seen)))
+        rate = 8 * (CHEAP.key_us - CHEAP.pair_us) - CHEAP.shared_key_us
+        assert groups.saved_us == pytest.approx(rate * (0.25 * keys + 0.75 * seen) - CHEAP.segment_us)
+
+
+def test_what_no_window_shows_is_read_together_by_the_other_layers_alone() -> None:
+    sequences: list[Sequence | None] = [_sequence(range(100), range(10**6, 10**6 + 50)) for _ in range(8)]
+    groups = PrefixGroups(_windowed(CHEAP, (800, 0.75)), SIZE, (FULL, KeySpan(window=800)))
+    assert [each.group for each in groups.segments(sequences)] == [0]
+    groups = PrefixGroups(_windowed(CHEAP, (800, 1.0)), SIZE, (KeySpan(window=800),))
+    assert groups.segments(sequences) == []
+    assert groups.saved_us == groups.spared_keys == 0
+
+
+def test_models_without_a_full_layer_read_together_what_they_see() -> None:
+    costs = _windowed(CHEAP, (800, 0.5), (256, 0.5))
+    sequences: list[Sequence | None] = [_sequence([*range(60), 100 + own]) for own in range(4)]
+    groups = PrefixGroups(costs, SIZE, (KeySpan(window=800), KeySpan(window=256)))
+    segments = groups.segments(sequences)
+    assert [(each.first, each.last, each.group) for each in segments] == [(0, 960, 0), (0, 960, 1)]
+
+
+def test_one_who_sees_little_counts_for_little() -> None:
+    ahead = _sequence(range(100), range(10**6, 10**6 + 40))
+    sequences: list[Sequence | None] = [ahead, *(_sequence([*range(100), 200 + own]) for own in range(7))]
+    groups = PrefixGroups(_windowed(CHEAP, (800, 1.0)), SIZE, (KeySpan(window=800),))
+    groups.segments(sequences)
+    alone = PrefixGroups(_windowed(CHEAP, (800, 1.0)), SIZE, (KeySpan(window=800),))
+    alone.segments(sequences[1:])
+    assert groups.saved_us == pytest.approx(alone.saved_us), "the seven read on without it"
+
+
+def test_a_conversation_in_a_window_follows_what_the_window_hides() -> None:
+    """The prompt of all is out of sight, and yet the conversation's segment begins behind it, or at key 0."""
+    texts = [
+        [*range(100), *range(1000 + 50 * name, 1050 + 50 * name), 10**5 + own] for name in (0, 1) for own in (1, 2)
+    ]
+    sequences: list[Sequence | None] = [_sequence(text) for text in texts]
+    groups = PrefixGroups(_windowed(CHEAP, (640, 1.0)), SIZE, (KeySpan(window=640),))
+    segments = groups.segments(sequences)
+    assert sorted((each.members, each.first, each.last) for each in segments) == [
+        ([0, 1], 0, 150 * SIZE),
+        ([2, 3], 0, 150 * SIZE),
+    ]
+
+
+def test_windows_that_move_on_have_segments_chosen_anew_after_some_steps() -> None:
+    sequences: list[Sequence | None] = [_sequence([*range(100), 200 + own]) for own in range(8)]
+    groups = PrefixGroups(_windowed(CHEAP, (800, 1.0)), SIZE, (KeySpan(window=800),))
+    steps = 0
+    while groups.segments(sequences):
+        steps += 1
+        for sequence in sequences:
+            assert sequence is not None
+            sequence.append_pages([10**6])
+            sequence.launched += 8
+    assert 0 <= 8 * steps - 800 < 8 * 64
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_segments_in_windows_can_be_packed_and_save_what_is_said(seed: int) -> None:
+    pick = random.Random(seed)
+    sequences = [each for each in _plan(pick) if each is not None]
+    costs = _windowed(_random_costs(pick), (pick.choice([16, 60, 200]), 0.5), (pick.choice([32, 128]), 0.25))
+    spans = (FULL, KeySpan(window=costs.windows[0][0]), KeySpan(chunk=costs.windows[1][0]))
+    groups = PrefixGroups(costs, SIZE, spans)
+    segments = groups.segments([*sequences])
+    slices = [SequenceSlice([0], each.launched, [each.table[: each.block_count]] * 3) for each in sequences]
+    if not slices:
+        return
+    unpack_step(pack_step(slices, SIZE, segments))  # asserts that there is no gap, and a key left for each
+    saved, shares = 0.0, (0.25, 0.5, 0.25)
+    for each in segments:
+        seen = sorted(max(each.first, spans[each.group].first(sequences[index].launched)) for index in each.members)
+        rates = [count * (costs.key_us - costs.pair_us) - costs.shared_key_us for count in range(1, len(seen) + 1)]
+        most = max(rate * (each.last - first) for rate, first in zip(rates, seen, strict=True))
+        saved += shares[each.group] * (max(0.0, most) - costs.segment_us)
+    assert groups.saved_us <= saved + 1e-6
+    assert groups.saved_us >= 0.9 * saved - 1e-6
 
 
 def _saved(segments: Items[PrefixSegment], costs: CostModel) -> float:

@@ -11,9 +11,9 @@ from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.types import FinishReason, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling import admission
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY
-from engine.scheduling.sequence import Sequence, SequenceState
 from engine.scheduling.step_plan import StepPlan
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.sequence import Sequence, SequenceState
+from engine.sequences.validation import SubmitRejected
 from engine.step.executor import RunnerOutput
 from engine.step.layout import unpack_step
 from tests.engine.scheduling.simulation.replica import GROUPING, Fault, Simulation
@@ -678,6 +678,20 @@ def test_nothing_is_launched_behind_the_token_that_will_be_the_last() -> None:
     simulation.assert_all_finished()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_stop_tokens_wait_for_min_tokens_and_end_nothing_with_ignore_eos(depth: int) -> None:
+    simulation = Simulation(depth=depth, vocabulary=3, stop_ids=[0, 1])
+    for id, sampling in enumerate((SamplingParams(), SamplingParams(min_tokens=7), SamplingParams(ignore_eos=True))):
+        simulation.submit(id, [2, 0, 1], A, max_tokens=12, sampling=sampling)
+    simulation.run()
+    simulation.assert_all_finished()
+    plain, late, endless = (simulation.heard[1, id].tokens for id in range(3))
+    assert len(plain) < 7
+    assert set(late[:7]) == {2}
+    assert len(endless) == 12
+    assert {0, 1} & set(endless)
+
+
 def test_a_stop_is_found_one_step_late_and_what_was_computed_meanwhile_is_thrown_away() -> None:
     simulation = Simulation(block_tokens=4)
     third = solo(words(9), SamplingParams(), 30, [], 1000)[0][2]
@@ -880,7 +894,7 @@ def test_sequences_that_share_a_prefix_read_it_together_and_another_scopes_apart
             batch = unpack_step(plan.packed)
             ids = [plan.sequences[member].id for member in batch.members_M.tolist()]
             start = 0
-            for _, first, last, end in batch.segments_G4.tolist():
+            for _, _, first, last, end in batch.segments_N5.tolist():
                 groups.add((*ids[start:end], (first, last)))
                 start = end
 

@@ -7,9 +7,9 @@ from array import array
 import pytest
 
 from engine.protocol.types import SamplingParams
-from engine.scheduling.fair_queue import AccountQueue
-from engine.scheduling.sequence import Sequence
 from engine.scheduling.token_budget import PROMPT_ROWS_MIN, SchedulerConfig, TokenBudget
+from engine.sequences.fair_queue import AccountQueue
+from engine.sequences.sequence import Sequence
 from engine.step.cost_model import CostModel
 from engine.step.layout import unpack_step
 from tests.engine.scheduling.simulation.replica import Fault, Simulation
@@ -221,3 +221,47 @@ def test_one_slow_step_is_soon_forgotten() -> None:
     for _ in range(2000):
         budget.observe(10_000, 9_000)
     assert budget.slowness < 1.04
+
+
+def _beside_far_ahead(level: float = 600.0, computed: int = 64) -> tuple[list[Sequence], Sequence]:
+    """Twenty decodes of an account of this level, and a prompt of one of level 0, of which some is computed."""
+    ahead, behind = AccountQueue[Sequence](), AccountQueue[Sequence]()
+    ahead.level = level
+    prompt = running(200, computed, behind)
+    return [*(running(50, 49, ahead) for _ in range(20)), prompt], prompt
+
+
+def test_decodes_of_an_account_far_ahead_leave_their_rows_to_a_prompt_that_goes_on() -> None:
+    budget = TokenBudget(limits(step_tokens=96))
+    sequences, prompt = _beside_far_ahead()
+    extra = budget.share(sequences)
+    assert extra == {prompt: 96 - 21}
+    sitting = budget.sitting_out(sequences, extra)
+    assert len(sitting) == 19, "it lacks 60 rows"
+    assert prompt not in sitting
+    left = [sequence for sequence in sequences if sequence not in sitting]
+    assert budget.share(left) == {prompt: 94}, "the step stays one beside decodes"
+
+
+def test_they_keep_their_rows_beside_a_prompt_that_begins_or_is_hardly_behind_or_lacks_nothing() -> None:
+    for level, computed, step_tokens in ((600.0, 0, 96), (250.0, 64, 96), (600.0, 64, 256)):
+        budget = TokenBudget(limits(step_tokens=step_tokens))
+        sequences, _ = _beside_far_ahead(level, computed)
+        assert budget.sitting_out(sequences, budget.share(sequences)) == set(), (level, computed, step_tokens)
+
+
+def test_where_time_is_short_they_leave_them_to_a_prompt_that_begins_too() -> None:
+    budget = exact(costs=COSTS, gap_ms=3.9)
+    sequences, prompt = _beside_far_ahead(computed=0)
+    extra = budget.share(sequences)
+    assert extra[prompt] < 199
+    assert len(budget.sitting_out(sequences, extra)) == 19
+
+
+def test_who_sits_a_step_out_has_its_row_in_the_next_one() -> None:
+    budget = TokenBudget(limits(step_tokens=170))
+    sequences, _ = _beside_far_ahead(computed=40)
+    first = budget.sitting_out(sequences, budget.share(sequences))
+    second = budget.sitting_out(sequences, budget.share(sequences))
+    assert len(first) == len(second) == 10
+    assert not first & second

@@ -4,9 +4,9 @@ import pytest
 
 from engine.protocol.frames import Submit
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
-from engine.scheduling.sequence import Sequence
-from engine.scheduling.validation import RequestValidator, SubmitRejected
 from engine.scheduling.waiting import WaitingQueue
+from engine.sequences.sequence import Sequence
+from engine.sequences.validation import RequestValidator, SubmitRejected
 
 DOOR = RequestValidator("r", "kv", 16, 100, 50, frozenset())
 

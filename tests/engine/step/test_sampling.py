@@ -20,7 +20,7 @@ Row = tuple[list[float], SamplingParams, int, tuple[Sequence[int], int] | None]
 def batch_of(rows: list[Row]) -> StepBatch:
     """A step whose i-th row samples the token for the position given."""
     slices = [
-        SequenceSlice([0], position - 1, list(range(position // BLOCK_TOKENS + 1)), sampling, history)
+        SequenceSlice([0], position - 1, [list(range(position // BLOCK_TOKENS + 1))], sampling, history)
         for _, sampling, position, history in rows
     ]
     return unpack_step(pack_step(slices, BLOCK_TOKENS))
@@ -193,7 +193,7 @@ def test_alternatives_with_equal_logits_come_lowest_id_first() -> None:
 
 def test_a_mask_leaves_only_what_it_allows_and_reported_logprobs_are_of_all() -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=5, logprobs=2)
-    slices = [SequenceSlice([0], 8, [0], sampling, masked=masked) for masked in (False, True, True)]
+    slices = [SequenceSlice([0], 8, [[0]], sampling, masked=masked) for masked in (False, True, True)]
     allowed_MV = np.zeros((2, len(LOGITS)), np.bool_)
     allowed_MV[0, 6], allowed_MV[1, [1, 6]] = True, True
     masks_MW = np.packbits(np.pad(allowed_MV, ((0, 0), (0, 22))), axis=1, bitorder="little").view(np.int32)
@@ -208,13 +208,13 @@ def test_a_mask_leaves_only_what_it_allows_and_reported_logprobs_are_of_all() ->
 
 def test_a_mask_comes_behind_a_bias() -> None:
     packed = pack_step(
-        [SequenceSlice([0], 8, [0], SamplingParams(logit_bias={4: 100.0, 1: 50.0}), masked=True)], BLOCK_TOKENS
+        [SequenceSlice([0], 8, [[0]], SamplingParams(logit_bias={4: 100.0, 1: 50.0}), masked=True)], BLOCK_TOKENS
     )
     masks_MW = np.array([[1 << 1 | 1 << 7]], np.int32)
     assert sample_batch(torch.tensor([LOGITS]), unpack_step(packed), masks_MW).tokens_R.tolist() == [1]
 
 
 def test_masks_that_are_not_as_many_as_their_rows_are_a_mistake() -> None:
-    packed = pack_step([SequenceSlice([0], 8, [0], SamplingParams(), masked=True)] * 2, BLOCK_TOKENS)
+    packed = pack_step([SequenceSlice([0], 8, [[0]], SamplingParams(), masked=True)] * 2, BLOCK_TOKENS)
     with pytest.raises(AssertionError, match="as many masks"):
         sample_batch(torch.tensor([LOGITS] * 2), unpack_step(packed), np.ones((1, 1), np.int32))

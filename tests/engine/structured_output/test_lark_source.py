@@ -6,7 +6,7 @@ import json
 import pytest
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.validation import SubmitRejected
 from engine.structured_output.lark_source import SCHEMA_DEPTH_MAX, SOURCE_BYTES_MAX, to_lark
 
 

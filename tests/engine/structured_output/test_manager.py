@@ -14,8 +14,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
-from engine.scheduling.sequence import FORCED_MAX, GrammarMatcher
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.sequence import FORCED_MAX, GrammarMatcher
+from engine.sequences.validation import SubmitRejected
 from engine.structured_output import manager as module
 from engine.structured_output.llguidance_backend import open_tokenizer
 from engine.structured_output.manager import (
@@ -288,7 +288,10 @@ def test_masks_of_several_threads_take_no_longer_together_than_a_step_waits(monk
 
 
 @pytest.mark.parametrize("count", [900, 1200])
-def test_a_schema_of_30_kb_with_as_many_optional_properties_is_held_to(scribe: Scribe, count: int) -> None:
+def test_a_schema_of_30_kb_with_as_many_optional_properties_is_held_to(
+    scribe: Scribe, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TOKEN_MS_MAX", 100.0)  # slow processors take longer than that allows
     schema = {"type": "object", "properties": {f"n{number}": {"type": "null"} for number in range(count)}}
     compilation = compiled(scribe.grammars, json.dumps(schema))
     texts = scribe.write([compilation.new_matcher(STOPS) for _ in range(2)], seed=1)
@@ -314,7 +317,8 @@ def test_a_grammar_is_kept_for_its_account_alone(grammars: StructuredOutputManag
 def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "CACHED_MAX", CACHED_PER_ACCOUNT_MAX + 2)
+    monkeypatch.setattr(module.LarkCompilation, "bytes", 10)
+    monkeypatch.setattr(module, "CACHED_BYTES_MAX", 10 * (CACHED_PER_ACCOUNT_MAX + 2))
     with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
 
         def ask(account: bytes, number: int) -> int:
@@ -329,6 +333,50 @@ def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most
         assert sum(map(len, grammars._cache.values())) == CACHED_PER_ACCOUNT_MAX + 2
         assert Grammar(GrammarKind.REGEX, "1") not in grammars._cache[b"a"]
         assert Grammar(GrammarKind.REGEX, "0") in grammars._cache[b"a"]
+
+
+def test_grammars_that_learned_more_than_all_may_take_go_but_never_what_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CACHED_BYTES_MAX", 5000)
+    with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
+        kept = {
+            name: grammars.compile(Grammar(GrammarKind.REGEX, "a"), name, cache=True) for name in (b"a", b"b", b"c")
+        }
+        kept[b"b"].tokens, kept[b"c"].tokens = 9, 20  # 200 bytes each
+        assert grammars.compile(Grammar(GrammarKind.REGEX, "a"), b"c", cache=True) is kept[b"c"]
+        assert {*grammars._cache} == {b"c"}, "those that were used before it went"
+        kept[b"c"].tokens = 30  # more than all may take
+        assert grammars.compile(Grammar(GrammarKind.REGEX, "a"), b"c", cache=True) is kept[b"c"]
+        assert {*grammars._cache} == {b"c"}
+        grammars.compile(Grammar(GrammarKind.REGEX, "a"), b"d", cache=True)
+        assert {*grammars._cache} == {b"d"}
+
+
+def test_who_keeps_little_loses_nothing_to_one_who_keeps_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.LarkCompilation, "bytes", 10)
+    monkeypatch.setattr(module, "CACHED_BYTES_MAX", 100)
+    with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
+        for account, count in ((b"little", 2), (b"some", 4), (b"much", 9)):
+            for number in range(count):
+                grammars.compile(Grammar(GrammarKind.REGEX, str(number)), account, cache=True)
+        kept = {account: len(cached) for account, cached in grammars._cache.items()}
+        assert kept[b"little"] == 2
+        assert sum(kept.values()) == 10
+        assert kept[b"some"] >= 3
+
+
+def test_bytes_of_a_grammar_grow_with_its_source_and_what_it_learned(grammars: StructuredOutputManager) -> None:
+    small = compiled(grammars, json.dumps({"const": "x"}))
+    large = compiled(grammars, json.dumps({"enum": [f"value {number}" for number in range(500)]}))
+    parsers = len(small._parsers)
+    assert parsers * 150_000 < small.bytes < parsers * 152_000
+    assert large.bytes / len(large._parsers) > 2 * small.bytes / parsers
+    before = small.bytes
+    small.tokens = 1000
+    assert small.bytes == before + 200_000
+    small.tokens = 10**6
+    assert small.bytes == before + (2 << 20)
 
 
 def test_a_grammar_that_has_served_many_tokens_is_compiled_anew(
@@ -394,6 +442,25 @@ def test_a_grammar_that_ends_every_trial_is_refused_and_no_other(monkeypatch: py
         compiled(grammars, '{"const": 1}').new_matcher(STOPS)
 
 
+@pytest.mark.parametrize("error", [OSError("no process left"), KeyError("a bug")])
+def test_what_nobody_foresaw_ends_no_compiler(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Else the account's grammars wait for it for ever, and once it struck each compiler everybody's do."""
+    place = (module, "GrammarSandbox") if isinstance(error, OSError) else (module.LarkCompilation, "compile")
+
+    def broken(*_: object) -> None:
+        raise error
+
+    with closing(StructuredOutputManager(EMBER, 1)) as grammars, monkeypatch.context() as patched:
+        compiled(grammars, '{"const": 0}').new_matcher(STOPS)
+        for trial in grammars._sandboxes:
+            trial.end()
+        patched.setattr(*place, broken)
+        for number in range(2 * module.COMPILER_THREADS):
+            assert problem(grammars, json.dumps({"const": number + 1}))[0] is RejectReason.BUSY
+        patched.undo()
+        compiled(grammars, '{"const": 9}').new_matcher(STOPS)
+
+
 @pytest.mark.parametrize("content", [None, "{}", "nonsense"])
 def test_without_a_tokenizer_that_can_be_used_every_grammar_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -409,3 +476,17 @@ def test_rows_without_a_grammar_may_become_anything(grammars: StructuredOutputMa
     masks_MW = grammars.masks([None, matcher, None])
     assert (masks_MW[[0, 2]] == -1).all()
     assert np.bitwise_count(masks_MW[1].view(np.uint32)).sum() == 1
+
+
+def test_a_text_that_was_begun_elsewhere_goes_on_within_its_grammar(grammars: StructuredOutputManager) -> None:
+    compilation = compiled(grammars, json.dumps({"type": "array", "items": {"type": "integer"}}))
+    whole = open_tokenizer(EMBER).tokenize_str("[1,22,333]")
+    for count in (1, len(whole) // 2, len(whole) - 1):
+        resumed, known = compilation.new_matcher(STOPS, whole[:count]), compilation.new_matcher(STOPS)
+        for token in whole[:count]:
+            assert known.accept(token) == ""
+        assert allowed(grammars, resumed) == allowed(grammars, known)
+    with pytest.raises(SubmitRejected, match="no beginning of such a text"):
+        compilation.new_matcher(STOPS, whole[1:])
+    with pytest.raises(SubmitRejected, match="it has ended"):
+        compiled(grammars, json.dumps({"const": "a"})).new_matcher(STOPS, open_tokenizer(EMBER).tokenize_str('"a"'))

@@ -16,8 +16,8 @@ from jsonschema.validators import validator_for
 from numpy.typing import NDArray
 
 from engine.protocol.types import Grammar, GrammarKind, SamplingParams
-from engine.scheduling.sequence import GrammarCompilation, GrammarMatcher
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.sequence import GrammarCompilation, GrammarMatcher
+from engine.sequences.validation import SubmitRejected
 from engine.step.layout import Int32s, SequenceSlice, pack_step, unpack_step
 from engine.step.sampling import sample_batch
 from engine.structured_output.llguidance_backend import open_tokenizer
@@ -103,7 +103,7 @@ class Scribe:
         logits_RV = torch.from_numpy(np.stack([self.logits(rng, step) for rng in rngs]))
         sampling = SamplingParams(temperature=temperature, seed=seed)
         slices = [
-            SequenceSlice([0], step, [0] * (1 + step // 16), sampling, masked=matcher is not None)
+            SequenceSlice([0], step, [[0] * (1 + step // 16)], sampling, masked=matcher is not None)
             for matcher in matchers
         ]
         masks_MW = self.grammars.masks([matcher for matcher in matchers if matcher is not None])

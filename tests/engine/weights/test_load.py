@@ -58,7 +58,7 @@ def test_shards_give_the_same_parameters_as_one_file(folder: Path, tmp_path_fact
         assert torch.equal(one.embedding, many.embedding)
         for left, right in zip(one.layers, many.layers, strict=True):
             assert torch.equal(left.qkv(x), right.qkv(x))
-            assert torch.equal(left.gate_up(x), right.gate_up(x))
+            assert torch.equal(left.mlp(x, None), right.mlp(x, None))
 
 
 def test_files_that_are_as_they_were_are_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_a_gpu_holds_what_a_cpu_does_and_refuses_what_is_not_finite(folder: Path
         x = torch.randn(5, 64).bfloat16()
         for left, right in zip(here.layers, there.layers, strict=True):
             assert torch.equal(left.attention_norm, right.attention_norm.cpu())
-            wanted, got = left.gate_up.logits(x).float(), right.gate_up.logits(x.to(gpu)).cpu().float()
+            wanted, got = left.qkv.logits(x).float(), right.qkv.logits(x.to(gpu)).cpu().float()
             torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
     rewrite(folder, lambda tensors: tensors["model.norm.weight"][3:5].fill_(float("nan")))
     with torch.inference_mode(), pytest.raises(CheckpointError, match=r"model\.norm\.weight, .* has 2 values"):

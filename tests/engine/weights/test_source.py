@@ -2,6 +2,7 @@
 wherever they lie.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from engine.bf12.metadata import CompressionLevel
 from engine.execution.cpu_runner import CpuRunner
 from engine.execution.open_gpu import describe_memory
 from engine.layers.linear_gpu import Bf12Linear
+from engine.layers.rank_shard import RankShard
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import Arena
 from engine.models.config import read_decoder_config
@@ -27,6 +29,7 @@ from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling, SamplingParams
 from engine.step.executor import LoadedModel
+from engine.weights import source as weights_source
 from engine.weights.assembly import weights_bytes
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.device_buffer import WeightBuffer
@@ -112,8 +115,8 @@ def test_an_encoder_gives_the_same_vectors_to_the_bit(level: CompressionLevel, d
     texts = [[5, 6, 7], list(range(20, 60)), [9]]
     wanted = vectors(open_encoder(tmp_path / "plain", dtype=dtype), texts, Pooling.MEAN)
     assert np.array_equal(vectors(coded, texts, Pooling.MEAN), wanted)
-    coded.sleeper.sleep([])
-    coded.sleeper.wake([], [])
+    coded.sleeper.sleep([[]])
+    coded.sleeper.wake([[]], [[]])
     assert np.array_equal(vectors(coded, texts, Pooling.MEAN), wanted)
 
 
@@ -125,20 +128,20 @@ def test_it_sleeps_and_wakes_and_sees_what_changed_meanwhile(
     folder = compressed(source, tmp_path / "coded", level)
     runner = open_small(folder, dtype="bfloat16")
     wanted = answers(runner)
-    runner.sleeper.sleep([])
-    runner.sleeper.wake([0], [])
+    runner.sleeper.sleep([[]])
+    runner.sleeper.wake([[0]], [[]])
     for before, after in zip(wanted, answers(runner), strict=True):
         assert torch.equal(after, before)
-    runner.sleeper.sleep([])
+    runner.sleeper.sleep([[]])
     file = sorted(folder.glob("*.safetensors"))[0]
     content = bytearray(file.read_bytes())
     content[-100] ^= 4
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"{file.name}: .* is not as it was written"):
-        runner.sleeper.wake([0], [])
+        runner.sleeper.wake([[0]], [[]])
     content[-100] ^= 4
     file.write_bytes(content)
-    runner.sleeper.wake([0], [])
+    runner.sleeper.wake([[0]], [[]])
     assert torch.equal(answers(runner)[0], wanted[0])
 
 
@@ -149,7 +152,9 @@ def test_a_gpus_parameters_take_what_was_planned(source: Path, level: Compressio
     assert weights_bytes(parameters) == planned.bytes, "a tied head is no copy"
     assert planned.bf16_bytes == source_of(source).bytes
     assert planned.bf12_bytes < 0.77 * planned.bf16_bytes
-    linears = [linear for layer in parameters.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears = [
+        linear for layer in parameters.layers for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+    ]
     assert all(isinstance(linear, Bf12Linear) for linear in (*linears, parameters.head))
     assert isinstance(parameters.embedding, Bf12Weight)
     assert (parameters.head.bytes == 0) == planned.config.tied_head
@@ -213,6 +218,32 @@ def test_a_folder_that_is_not_its_configs_is_refused_before_it_is_read(source: P
         WeightSource.open(folder, config, torch.bfloat16, CPU, random=False)
 
 
+def test_a_rank_has_one_whole_parameter_at_a_time_and_none_when_it_is_loaded(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of them would be missing from a GPU's KV."""
+    whole: list[weakref.ref[Tensor]] = []
+    trimmed: list[torch.device] = []
+
+    def load(*arguments: Any) -> dict[str, Tensor]:
+        assert not any(each() is not None for each in whole)
+        loaded = load_tensors(*arguments)
+        whole[:] = [weakref.ref(tensor) for tensor in loaded.values()]
+        return loaded
+
+    def trim(device: torch.device) -> None:
+        assert whole
+        assert not any(each() is not None for each in whole)
+        trimmed.append(device)
+
+    monkeypatch.setattr(weights_source, "_WHOLE_BYTES", 1)
+    monkeypatch.setattr(weights_source, "load_tensors", load)
+    monkeypatch.setattr(weights_source, "trim_memory", trim)
+    folder = compressed(source, tmp_path / "coded", CompressionLevel.DEVICE)
+    source_of(folder).cut(RankShard(0, 2))._tensors(lambda: None, None)
+    assert trimmed == [CPU]
+
+
 def test_headers_looked_at_without_torch_say_the_same(source: Path, tmp_path: Path) -> None:
     folder = compressed(source, tmp_path / "coded", CompressionLevel.DISTRIBUTION)
     seen, planned = inspect_weights(ModelSpec(name="m", folder=str(folder))), source_of(folder, device=GPU)
@@ -253,8 +284,8 @@ def test_a_model_in_12_bits_is_as_exact_as_in_bf16_also_after_a_sleep(
     assert (plain.report.coded_bytes, plain.report.bf16_bytes) == (0, 0)
     first = answers(coded)
     held = list(range(9))
-    coded.sleeper.sleep(held)
-    coded.sleeper.wake(coded.paged.mapped, held)
+    coded.sleeper.sleep([held])
+    coded.sleeper.wake([coded.paged.mapped], [held])
     for wanted, usual, found, again in zip(exact, answers(plain), first, answers(coded), strict=True):
         assert torch.equal(found, again)
         assert (found - wanted).norm() <= 1.5 * (usual - wanted).norm()

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.admin import audit as module
 from gateway.admin.table import OPERATIONS
+from tenants.deletion import delete, restore
 from tenants.records.accounts import AuditEntry, Plan
 from tenants.store.protocol import StoreUnavailable
 from tests.support.admin_api import OPERATOR, House, body_of, filled, served_admin
@@ -37,8 +38,25 @@ async def test_pages_by_cursor_have_every_entry_once_the_newest_first(tmp_path: 
         assert [entry["seq"] for entry in found] == [7, 6, 5, 4, 3, 2, 1]
         assert [entry["detail"] for entry in found] == [{"name": f"n{number}"} for number in reversed(range(7))]
         whole = (await house.operate("GET", f"/accounts/{house.ann_id}/audit?per_page=100")).json["result"]
-        assert whole[-7:] == found
+        assert [entry["seal"] for entry in whole[-7:]] == [entry["seal"] for entry in found]
         assert (await house.operate("GET", f"/accounts/{'0' * 32}/audit")).status == 404
+
+
+@looped
+async def test_tokens_and_accounts_are_named_and_those_of_others_to_operators_alone(
+    tmp_path: Path, store_url: str
+) -> None:
+    async with served_admin(tmp_path, store_url=store_url) as house:
+        await named(house, 1)
+        await house.operate("POST", f"/accounts/{house.ann_id}/resume")
+
+        async def names(entries: Any) -> list[tuple[str | None, str | None]]:
+            return [(entry["actor_name"], entry["target_name"]) for entry in entries.json["result"]]
+
+        mine = await names(await house.ask("GET", f"{house.account}/audit"))
+        assert mine == [(None, "n0"), ("first", "n0")], "the operator's token has no name here"
+        seen = await names(await house.operate("GET", f"/accounts/{house.ann_id}/audit"))
+        assert seen == [("first", "n0"), ("first", "n0")]
 
 
 @looped
@@ -114,6 +132,16 @@ async def changes(house: House) -> list[Change]:
     return found
 
 
+async def prepare(house: House, change: Change) -> None:
+    """Bob's account is in service, or is to be removed for the change that takes that back; no entry says so."""
+    accounts, now_s = house.gateway.accounts, house.gateway.app._tenancy.clock()
+    if (await accounts.get(house.bob_id)).deletion is not None:
+        await restore(accounts, house.bob_id, now_s)
+    await accounts.resume(house.bob_id)
+    if change.path.endswith("/restore"):
+        await delete(accounts, house.bob_id, now_s)
+
+
 @looped
 async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,21 +153,21 @@ async def test_no_effect_is_acknowledged_that_the_audit_log_does_not_have(
         asked = await changes(house)
         monkeypatch.setattr(house.gateway.app._tenancy.store.audit, "append", away)
         for change in asked:
+            await prepare(house, change)
             answer = await house.ask(change.method, change.where, change.body, change.token)
             assert answer.status == 503, (change.path, answer.content)
-            await house.gateway.accounts.resume(house.bob_id)
 
 
 @looped
 async def test_every_change_has_one_entry_of_its_actor(tmp_path: Path) -> None:
     async with served_admin(tmp_path) as house:
         for change in await changes(house):
+            await prepare(house, change)
             before = await entries(house)
             answer = await house.ask(change.method, change.where, change.body, change.token)
             assert answer.status == 200, (change.path, answer.content)
             (new,) = [one for one in await entries(house) if one not in before]
             assert new[0] == change.token.split("_")[1], change.path
-            await house.gateway.accounts.resume(house.bob_id)
 
 
 async def entries(house: House) -> list[tuple[str, str, str, int]]:
@@ -152,13 +180,14 @@ async def entries(house: House) -> list[tuple[str, str, str, int]]:
 @looped
 async def test_a_store_that_is_away_is_told_and_nothing_is_changed(tmp_path: Path) -> None:
     async with served_admin(tmp_path) as house:
-        asked = await changes(house)
-        before = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
+        accounts = house.gateway.accounts
         connection = house.gateway.app._tenancy.store._file.connection  # type: ignore[attr-defined]  # SQLite's
-        connection.execute("PRAGMA query_only = 1")
-        for change in asked:
+        for change in await changes(house):
+            await prepare(house, change)
+            before = await accounts.get(house.bob_id), await accounts.tokens(house.bob_id)
+            connection.execute("PRAGMA query_only = 1")
             answer = await house.ask(change.method, change.where, change.body, change.token)
-            assert (answer.status, answer.headers["retry-after"]) == (503, "1"), change.path
-        connection.execute("PRAGMA query_only = 0")
-        after = await house.gateway.accounts.get(house.bob_id), await house.gateway.accounts.tokens(house.bob_id)
-        assert after == before
+            connection.execute("PRAGMA query_only = 0")
+            assert (answer.status, answer.headers.get("retry-after")) == (503, "1"), (change.path, answer.content)
+            after = await accounts.get(house.bob_id), await accounts.tokens(house.bob_id)
+            assert after == before, change.path

@@ -8,6 +8,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from gateway.admin.table import OPERATIONS, ROUTES
 from gateway.config import ModelEntryConfig
+from tenants.deletion import delete, restore
 from tenants.records.accounts import Plan
 from tenants.records.grants import Permission
 from tests.support import minilm
@@ -123,9 +124,14 @@ async def ask(
     accounts = house.gateway.accounts
     spare, _ = await accounts.mint(house.ann_id, "spare")
     await accounts.put_plan(Plan("spare"))
+    now_s = house.gateway.app._tenancy.clock()
+    if path.endswith("/restore"):
+        await delete(accounts, house.ann_id, now_s)
     try:
         return await house.ask(method, filled(path, account_id, spare.id), body_of(operation), token=who.token)
     finally:
+        if (await accounts.get(house.ann_id)).deletion is not None:
+            await restore(accounts, house.ann_id, now_s)
         await accounts.resume(house.ann_id)
 
 

@@ -31,7 +31,7 @@ parameters = {{ "path.account_id" = "{other}" }}
 # Which paths, how they are tried, and how often by chance. What lies below an account is also served without it, from
 # the same description: there a few tries show that it is the same that answers.
 GROUPS = {
-    "administration": ("^/client/(?!.*/ai/)|^/[hmr]", "coverage,fuzzing", 6),
+    "administration": ("^/client/(?!.*/ai/)|^/[dhmr]|^/version", "coverage,fuzzing", 6),
     "inference": ("^/client/v4/accounts/.*/ai/", "coverage,fuzzing", 6),
     "by token alone": ("^/(ai|v1)/", "fuzzing", 4),
 }

@@ -8,8 +8,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from gateway.api.chat import ChatBody, ChatReply, read_chat
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage
 
+BEGUN = RunningUsage(7, 4)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
 HELLO: dict[str, Any] = {"model": "@cf/test/stub", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -159,7 +160,7 @@ def test_both_limits_on_tokens_are_one_too_many() -> None:
 def test_the_stream_is_clean() -> None:
     chunks = reply(prompt := parsed(stream=True, stream_options={"include_usage": True}))
     assert prompt.include_usage
-    raw = chunks.begin(7, 4) + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
+    raw = chunks.begin(BEGUN) + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     *shown, done = events(raw)
     assert done == "[DONE]"
     assert [chunk["choices"] for chunk in shown] == [
@@ -177,21 +178,40 @@ def test_the_stream_is_clean() -> None:
 
 def test_without_include_usage_there_is_none() -> None:
     chunks = reply(parsed(stream=True))
-    raw = chunks.begin(7, 4) + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
+    raw = chunks.begin(BEGUN) + chunks.text(0, "hi", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     assert b"usage" not in raw
     assert len(events(raw)) == 4
+
+
+def test_every_chunk_says_what_was_used_so_far_where_that_is_asked_for() -> None:
+    chunks = reply(prompt := parsed(stream=True, stream_options={"continuous_usage_stats": True}))
+    assert prompt.include_usage, "vLLM's last chunk has it then, too"
+    running = RunningUsage(7, 4, completion_tokens=2)  # the first step came with two tokens
+    raw = chunks.begin(running) + chunks.text(0, "hi", [])
+    running.completion_tokens = 3
+    raw += chunks.text(0, "!", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
+    *shown, _ = events(raw)
+    assert [chunk["usage"]["completion_tokens"] for chunk in shown] == [0, 2, 3, 3, USAGE.completion_tokens]
+    assert [chunk["usage"]["total_tokens"] for chunk in shown[:-1]] == [7, 9, 10, 10]
+    assert shown[1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert [chunk["choices"][0]["delta"] for chunk in shown[1:3]] == [{"content": "hi"}, {"content": "!"}]
+
+
+def test_usage_in_every_chunk_is_not_declined_at_the_same_time() -> None:
+    options = {"continuous_usage_stats": True, "include_usage": False}
+    assert refusal(stream=True, stream_options=options).param == "stream_options.include_usage"
 
 
 def test_padding_is_in_every_chunk_unless_it_is_declined() -> None:
     for options, count in ((None, 2), ({"include_obfuscation": False}, 0)):
         chunks = reply(parsed(stream=True, stream_options=options))
-        raw = chunks.begin(7, 4) + chunks.text(0, "hi", [])
+        raw = chunks.begin(BEGUN) + chunks.text(0, "hi", [])
         assert raw.count(b'"obfuscation":"abc"') == count
 
 
 def test_each_choice_has_its_role_and_index() -> None:
     chunks = reply(parsed(stream=True, n=2))
-    roles = events(chunks.begin(7, 4))
+    roles = events(chunks.begin(BEGUN))
     assert [chunk["choices"][0]["index"] for chunk in roles] == [0, 1]
     (chunk,) = events(chunks.text(1, "hi", []))
     assert chunk["choices"][0]["index"] == 1

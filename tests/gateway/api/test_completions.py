@@ -8,8 +8,9 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from gateway.api.completions import CompletionsBody, CompletionsReply, read_completions
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, Usage
 
+BEGUN = RunningUsage(7, 0)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25)
 HELLO: dict[str, Any] = {"model": "@cf/test/stub", "prompt": "hello"}
 
@@ -137,7 +138,7 @@ def test_the_whole_answer_is_a_text_completion() -> None:
 
 def test_the_stream_goes_on_behind_the_echo() -> None:
     chunks = reply(parsed(stream=True, stream_options={"include_usage": True}), echo="hello")
-    raw = chunks.begin(7, 0) + chunks.text(0, " you", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
+    raw = chunks.begin(BEGUN) + chunks.text(0, " you", []) + chunks.finish(0, "stop", None) + chunks.end(USAGE)
     *shown, done = events(raw)
     assert done == "[DONE]"
     assert [chunk["choices"] for chunk in shown] == [
@@ -148,7 +149,7 @@ def test_the_stream_goes_on_behind_the_echo() -> None:
     ]
     assert {chunk["object"] for chunk in shown} == {"text_completion"}
     assert shown[-1]["usage"]["total_tokens"] == 10
-    assert reply(parsed()).begin(7, 0) == b""
+    assert reply(parsed()).begin(BEGUN) == b""
 
 
 def test_offsets_go_on_from_piece_to_piece() -> None:

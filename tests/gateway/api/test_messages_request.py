@@ -47,6 +47,12 @@ def text(said: str) -> dict[str, Any]:
     return {"type": "text", "text": said}
 
 
+def image(**source: str) -> dict[str, Any]:
+    if "url" not in source:
+        source = {"type": "base64", "media_type": "image/png", "data": "AAEC", **source}
+    return {"type": "image", "source": source}
+
+
 def refusal(**fields: Any) -> ApiError:
     with pytest.raises(ApiError) as raised:
         parsed(**fields)
@@ -224,6 +230,34 @@ def test_blocks_are_the_conversation() -> None:
     ]
 
 
+def test_images_stand_where_their_blocks_do() -> None:
+    prompt = parsed(
+        messages=[
+            {"role": "user", "content": [text("look"), text(" here"), image(), text("and"), image(data="AwQ=")]},
+            {"role": "user", "content": [image(type="url", url="data:image/gif;base64,BQ==")]},
+            {"role": "user", "content": "well?"},
+        ]
+    )
+    assert prompt.messages == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "look here"},
+                {"type": "image"},
+                {"type": "text", "text": "and"},
+                {"type": "image"},
+                {"type": "image"},
+                {"type": "text", "text": "\n\nwell?"},
+            ],
+        }
+    ]
+    assert [(each.content, each.media_type, each.field) for each in prompt.images] == [
+        (b"\0\1\2", "image/png", "messages[0].content[2].source.data"),
+        (b"\3\4", "image/png", "messages[0].content[4].source.data"),
+        (b"\5", "image/gif", "messages[1].content[0].source.url"),
+    ]
+
+
 def test_a_call_that_failed_says_so_to_the_model() -> None:
     blocks = [{**RESULT, "content": [text("no sky")], "is_error": True}]
     turns = parsed(messages=[{"role": "assistant", "content": [CALL]}, {"role": "user", "content": blocks}]).messages
@@ -246,8 +280,17 @@ def test_a_call_that_failed_says_so_to_the_model() -> None:
         ([{"role": "assistant", "content": [CALL, CALL]}, HELLO], "messages[0].content[1]"),
         *(
             ([{"role": "user", "content": [{"type": kind, "source": {}}]}], "messages[0].content[0].type")
-            for kind in ("image", "document", "redacted_thinking", "server_tool_use", "search_result")
+            for kind in ("document", "redacted_thinking", "server_tool_use", "search_result")
         ),
+        ([{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages[0].content[0].source.type"),
+        (
+            [{"role": "user", "content": [image(type="url", url="https://a/b.png")]}],
+            "messages[0].content[0].source.url",
+        ),
+        ([{"role": "user", "content": [image(data="?")]}], "messages[0].content[0].source.data"),
+        ([{"role": "user", "content": [image(media_type="image/svg+xml")]}], "messages[0].content[0].source.data"),
+        ([{"role": "assistant", "content": [image()]}, HELLO], "messages[0].content[0]"),
+        ([{"role": "user", "content": [image()] * 17}], "messages[0].content[16].source"),
     ],
 )
 def test_a_wrong_message_is_refused_by_its_place(messages: list[Any], param: str) -> None:

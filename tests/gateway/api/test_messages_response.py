@@ -9,9 +9,10 @@ from pydantic import TypeAdapter
 
 from gateway import errors
 from gateway.api.messages_response import MessagesReply
-from gateway.inference.reply import Completion, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ToolUse, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+BEGUN = RunningUsage(7, 4)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25, left={"day": 2.0}, thought_tokens=1)
 RAIN = ToolUse("call_1", "rain", '{"in":"Rome"}')
 END = ("message_delta", "message_stop")
@@ -36,7 +37,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 def streamed(answer: MessagesReply) -> bytes:
     """A thought, a text and a call."""
-    raw = answer.begin(7, 4) + answer.thought(0, "Rome") + answer.thought(0, "?")
+    raw = answer.begin(BEGUN) + answer.thought(0, "Rome") + answer.thought(0, "?")
     raw += answer.text(0, "I'll ", []) + answer.text(0, "look.", [])
     raw += answer.call(0, 0, ToolUse(RAIN.id, RAIN.name, ""))
     raw += answer.arguments(0, 0, '{"in":') + answer.arguments(0, 0, '"Rome"}') + answer.called(0, 0, RAIN)
@@ -112,14 +113,14 @@ def test_a_call_that_the_end_cut_is_closed_in_a_stream_and_left_out_of_a_whole_a
     whole = json.loads(reply().whole([Completion("", "length", [RAIN, cut], None)], USAGE))
     assert [block["id"] for block in whole["content"]] == ["call_1"]
     answer = reply()
-    raw = answer.begin(7, 4) + answer.call(0, 0, cut) + answer.arguments(0, 0, cut.arguments)
+    raw = answer.begin(BEGUN) + answer.call(0, 0, cut) + answer.arguments(0, 0, cut.arguments)
     raw += answer.finish(0, "length", None) + answer.end(USAGE)
     assert [event["type"] for event in events(raw)][-3:] == ["content_block_stop", *END]
 
 
 def test_calls_in_a_row_are_blocks_of_their_own_and_so_is_text_after_them() -> None:
     answer = reply()
-    raw = answer.begin(7, 4)
+    raw = answer.begin(BEGUN)
     for number in range(2):
         raw += answer.call(0, number, RAIN) + answer.called(0, number, RAIN)
     raw += answer.text(0, "done", []) + answer.finish(0, "tool_calls", None) + answer.end(USAGE)
@@ -128,7 +129,7 @@ def test_calls_in_a_row_are_blocks_of_their_own_and_so_is_text_after_them() -> N
 
 def test_thoughts_may_be_left_out() -> None:
     answer = reply(shows_thoughts=False)
-    raw = answer.begin(7, 4) + answer.thought(0, "secret") + answer.text(0, "hi", [])
+    raw = answer.begin(BEGUN) + answer.thought(0, "secret") + answer.text(0, "hi", [])
     raw += answer.finish(0, "stop", None) + answer.end(USAGE)
     whole = reply(shows_thoughts=False).whole([Completion("hi", "stop", [], None, "secret")], USAGE)
     assert b"secret" not in raw + whole

@@ -21,7 +21,8 @@ from engine.protocol.types import GrammarKind
 from gateway.api.dialect import GenerationRequest
 from gateway.api.responses_request import read_input_tokens, read_responses
 from gateway.errors import ApiError
-from gateway.inference.prompt import Prompt
+from gateway.inference.prompt import MODEL_SAMPLING, Prompt
+from gateway.inference.reply import RunningUsage
 from gateway.tool_parsers.tool_schema import ToolSelection
 
 MODEL = "@cf/test/stub"
@@ -44,7 +45,11 @@ def parsed(**fields: Any) -> Prompt:
 def said(**fields: Any) -> dict[str, Any]:
     """The answer's first event: all that it says again."""
     raw = (
-        read(**fields).reply(MODEL, "the-id", 1, repeat(b"abc")).begin(0, 0).partition(b"data: ")[2].partition(b"\n")[0]
+        read(**fields)
+        .reply(MODEL, "the-id", 1, repeat(b"abc"))
+        .begin(RunningUsage())
+        .partition(b"data: ")[2]
+        .partition(b"\n")[0]
     )
     found: dict[str, Any] = json.loads(raw)["response"]
     return found
@@ -87,6 +92,7 @@ WITH_ANOTHER: dict[str, dict[str, Any]] = {
     "tool_choice": {"tools": [RAIN], "tool_choice": "required"},
     "top_logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
 }
+PIXEL = "data:image/gif;base64,R0lGODlh"
 REFUSED: dict[str, Any] = {
     "access_programs": {"cyber": "standard"},
     "background": True,
@@ -220,6 +226,7 @@ def test_defaults_are_those_of_the_api() -> None:
     assert prompt.messages == [{"role": "user", "content": "hello"}]
     assert (prompt.max_tokens, prompt.n, prompt.stream, prompt.padded, prompt.stop) == (None, 1, False, True, [])
     assert (prompt.sampling.temperature, prompt.sampling.top_p, prompt.sampling.logprobs) == (1.0, 1.0, None)
+    assert prompt.left_to_model == MODEL_SAMPLING
     nothing = ("instructions", "tools", "tool_choice", "text", "stream", "store", "metadata", "reasoning", "include")
     assert parsed(**dict.fromkeys(nothing)) == prompt
 
@@ -278,7 +285,16 @@ def test_items_are_the_conversation() -> None:
         ([{"content": "x"}], "input[0].role"),
         ([{"role": "tool", "content": "x"}], "input[0].role"),
         ([{"role": "user", "content": "x", "name": "bob"}], "input[0].name"),
-        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].image_url"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0].image_url"),
+        ([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}], "input[0].content[0].file_id"),
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": PIXEL}] * 17}],
+            "input[0].content[16].image_url",
+        ),
+        ([{"role": "assistant", "content": [{"type": "input_image", "image_url": PIXEL}]}], "input[0].content"),
+        ([{"type": "reasoning", "content": [{"type": "input_image", "image_url": PIXEL}]}], "input[0].content"),
+        ([{"type": "input_file", "file_data": "x"}], "input[0].type"),
         ([{"type": "item_reference", "id": "x"}], "input[0].type"),
         ([{"type": "web_search_call", "id": "x"}], "input[0].type"),
         ([{"type": "function_call", "call_id": "a", "name": "f", "arguments": "no"}], "input[0]"),
@@ -287,6 +303,16 @@ def test_items_are_the_conversation() -> None:
 )
 def test_a_wrong_item_is_refused_by_its_place(items: list[Any], param: str) -> None:
     assert refusal(input=items).param == param
+
+
+def test_images_stand_where_they_were_sent() -> None:
+    image = {"type": "input_image", "image_url": PIXEL, "detail": "auto"}
+    content = [{"type": "input_text", "text": "look"}, image, {"type": "input_text", "text": "and"}, image]
+    prompt = parsed(input=[{"role": "user", "content": content}, {"role": "user", "content": "what is it?"}])
+    parts = [{"type": "text", "text": "look"}, {"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    assert prompt.messages == [{"role": "user", "content": parts}, {"role": "user", "content": "what is it?"}]
+    assert [image.field for image in prompt.images] == [f"input[0].content[{j}].image_url" for j in (1, 3)]
+    assert {(image.content, image.media_type) for image in prompt.images} == {(b"GIF89a", "image/gif")}
 
 
 def test_a_choice_of_tools_is_what_the_model_gets() -> None:

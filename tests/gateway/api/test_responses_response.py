@@ -12,9 +12,10 @@ from gateway import errors
 from gateway.api.responses_request import ResponsesBody, echo_fields
 from gateway.api.responses_response import ResponsesReply
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ScoredToken, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ScoredToken, ToolUse, Usage
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+BEGUN = RunningUsage(7, 4)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, neurons=0.25, left={"day": 2.0}, thought_tokens=1)
 RAIN = ToolUse("call_1", "rain", '{"in":"Rome"}')
 
@@ -39,7 +40,7 @@ def events(raw: bytes) -> list[dict[str, Any]]:
 
 def streamed(answer: ResponsesReply) -> bytes:
     """A thought, a text and a call."""
-    raw = answer.begin(7, 4) + answer.thought(0, "Rome") + answer.thought(0, "?")
+    raw = answer.begin(BEGUN) + answer.thought(0, "Rome") + answer.thought(0, "?")
     raw += answer.text(0, "I'll ", []) + answer.text(0, "look.", [])
     raw += answer.call(0, 0, ToolUse(RAIN.id, RAIN.name, ""))
     raw += answer.arguments(0, 0, '{"in":') + answer.arguments(0, 0, '"Rome"}') + answer.called(0, 0, RAIN)
@@ -102,7 +103,7 @@ def test_the_answer_says_again_what_was_asked() -> None:
 def test_an_answer_that_was_cut_is_incomplete_and_so_is_its_last_item() -> None:
     for reason, told in (("length", "max_output_tokens"), ("quota", "quota")):
         answer = reply()
-        raw = answer.begin(7, 4) + answer.text(0, "half", []) + answer.finish(0, reason, None) + answer.end(USAGE)
+        raw = answer.begin(BEGUN) + answer.text(0, "half", []) + answer.finish(0, reason, None) + answer.end(USAGE)
         last = json.loads(raw.decode().rpartition("data: ")[2])
         assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
         assert last["response"]["incomplete_details"] == {"reason": told}
@@ -124,7 +125,7 @@ def test_a_call_that_the_end_cut_is_incomplete_and_one_before_it_is_not() -> Non
 
 def test_a_text_after_a_call_is_an_item_of_its_own() -> None:
     answer = reply()
-    raw = answer.begin(7, 4) + answer.text(0, "a", []) + answer.call(0, 0, RAIN) + answer.called(0, 0, RAIN)
+    raw = answer.begin(BEGUN) + answer.text(0, "a", []) + answer.call(0, 0, RAIN) + answer.called(0, 0, RAIN)
     raw += answer.text(0, "b", []) + answer.finish(0, "tool_calls", None) + answer.end(USAGE)
     items = events(raw)[-1]["response"]["output"]
     assert [item["type"] for item in items] == ["message", "function_call", "message"]
@@ -135,7 +136,7 @@ def test_log_probabilities_go_with_the_text() -> None:
     shape = {"token": "é", "logprob": -0.5, "bytes": [195, 169]}
     said = [{**shape, "top_logprobs": [{"token": "e", "logprob": -0.5, "bytes": [101]}]}]
     answer = reply()
-    raw = answer.begin(7, 4) + answer.text(0, "", scored) + answer.thought(0, "hm") + answer.text(0, "é", scored)
+    raw = answer.begin(BEGUN) + answer.text(0, "", scored) + answer.thought(0, "hm") + answer.text(0, "é", scored)
     raw += answer.finish(0, "stop", None) + answer.end(USAGE)
     shown = events(raw)
     assert [event["logprobs"] for event in shown if event["type"].endswith("text.delta") and "logprobs" in event] == [
@@ -149,7 +150,7 @@ def test_log_probabilities_go_with_the_text() -> None:
 def test_pieces_are_padded_unless_it_is_declined() -> None:
     for padded, count in ((True, 5), (False, 0)):
         answer = reply(padded=padded)
-        raw = answer.begin(7, 4) + answer.thought(0, "a") + answer.text(0, "b", []) + answer.text(0, "c", [])
+        raw = answer.begin(BEGUN) + answer.thought(0, "a") + answer.text(0, "b", []) + answer.text(0, "c", [])
         raw += answer.call(0, 0, RAIN) + answer.arguments(0, 0, "{") + answer.arguments(0, 0, "}")
         assert len(events(raw)) > 5
         assert raw.count(b'"obfuscation":"abc"') == count
@@ -158,7 +159,7 @@ def test_pieces_are_padded_unless_it_is_declined() -> None:
 def test_a_stream_that_fails_says_so_in_events_that_count_on() -> None:
     for begun in (True, False):
         answer = reply()
-        raw = answer.begin(7, 4) + answer.text(0, "half", []) if begun else b""
+        raw = answer.begin(BEGUN) + answer.text(0, "half", []) if begun else b""
         shown = events(raw + answer.fail(errors.replica_lost(), "the-id"))
         assert [event["sequence_number"] for event in shown] == list(range(len(shown)))
         assert shown[0]["type"] == "response.created"

@@ -87,5 +87,5 @@ def test_the_result_is_a_completion_of_what_was_given(given: dict[str, Any], kin
 def test_its_errors_are_the_envelopes() -> None:
     answer = read(messages=MESSAGES).reply(MODEL, "the-id", 5, repeat(b"abc"))
     error, done = answer.fail(refusal(), "the-id").split(b"\n\n")[:2]
-    assert list(json.loads(error[6:])) == ["errors", "success", "result", "messages"]
+    assert list(json.loads(error[6:])) == ["errors", "success", "result", "messages", "error"]
     assert done == b"data: [DONE]"

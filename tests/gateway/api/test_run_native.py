@@ -8,7 +8,7 @@ from engine.protocol.types import Grammar, GrammarKind
 from gateway.api.run_native import NativeReply, read_run_native
 from gateway.errors import ApiError
 from gateway.inference.prompt import Prompt
-from gateway.inference.reply import Completion, ToolUse, Usage
+from gateway.inference.reply import Completion, RunningUsage, ToolUse, Usage
 from gateway.inference.run_options import RunOptionsBody
 from gateway.tool_parsers.tool_schema import ToolSelection
 
@@ -189,7 +189,13 @@ def test_a_wrong_or_unserved_field_is_refused_by_name(field: str, value: Any) ->
     [
         ({"role": "king", "content": "x"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": 1}]}, "messages[0].content[0].image_url"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]},
+            "messages[0].content[0].image_url",
+        ),
+        ({"role": "assistant", "content": [{"type": "image_url", "image_url": "data:"}]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "messages[0].tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "messages[0].tool_calls[0]"),
@@ -211,6 +217,36 @@ def test_tools_have_limits() -> None:
     assert refusal(asked({"description": "x" * 133_000})).param == "tools"
     assert refusal({**HELLO, "tools": [{"name": "f"}]}).param == "tools"
     assert refusal({**asked({}), "tools": [{"name": "f", "function": {"name": "g"}}]}).param == "tools[0]"
+
+
+@pytest.mark.parametrize("image", [[0, 1, 2], "AAEC", "data:image/png;base64,AAEC"])
+def test_an_image_stands_before_what_is_said_last(image: Any) -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "hello"}]
+    prompt = parsed({"prompt": "hello", "image": image})
+    assert (prompt.text, prompt.messages) == (None, [{"role": "user", "content": parts}])
+    assert [(each.content, each.field) for each in prompt.images] == [(b"\0\1\2", "image")]
+    before = {"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,AwQ="}]}
+    answer = {"role": "assistant", "content": "a cat"}
+    prompt = parsed({"messages": [before, answer, {"role": "user", "content": "hello"}], "image": image})
+    assert prompt.messages == [
+        {"role": "user", "content": [{"type": "image"}]}, answer, {"role": "user", "content": parts}
+    ]  # fmt: skip
+    assert [each.content for each in prompt.images] == [b"\3\4", b"\0\1\2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"image": [256]}, "image[0]"),
+        ({"image": []}, "image"),
+        ({"image": ""}, "image"),
+        ({"image": "https://a/b.png"}, "image"),
+        ({"image": "AAEC", "raw": True}, "raw"),
+        ({"image": "AAEC", "prompt": None, "messages": [{"role": "assistant", "content": "x"}]}, "image"),
+    ],
+)
+def test_an_image_that_is_none_is_refused(fields: dict[str, Any], param: str) -> None:
+    assert refusal({"prompt": "hello", **fields}).param == param
 
 
 def test_raw_goes_with_a_prompt_only() -> None:
@@ -256,7 +292,7 @@ def test_thought_is_beside_the_response() -> None:
 
 def test_the_stream_is_responses_with_padding_then_usage_then_done() -> None:
     reply = NativeReply(repeat(b"abc"))
-    assert reply.begin(7, 4) == reply.finish(0, "stop", None) == b""
+    assert reply.begin(RunningUsage(7, 4)) == reply.finish(0, "stop", None) == b""
     assert reply.text(0, 'a"\n\u2028', []) == 'data: {"response":"a\\"\\n\u2028","p":"abc"}\n\n'.encode()
     usage, done, rest = reply.end(USAGE).split(b"\n\n")
     assert json.loads(usage[6:])["response"] == ""

@@ -46,8 +46,8 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "give the turn a text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-        "messages[0].content[0]",
-        "only parts of type 'text'",
+        "messages[0].content[0].image_url",
+        "is no data: URI",
     ),
     ({"tools": [RAIN] * 129}, "tools", "at most 128"),
     ({"tools": [{"name": "a b"}]}, "tools[0].name", "A-Za-z0-9"),
@@ -157,9 +157,13 @@ async def test_a_wrong_field_is_named_with_what_may_stand_there(tmp_path: Path) 
 async def test_what_a_model_cannot_do_has_its_own_code(tmp_path: Path) -> None:
     async with asking(tmp_path, body_bytes_max=100_000) as (gateway, client, cloud):
         account = gateway.account_id
-        with pytest.raises(openai.BadRequestError) as unknown:
-            await client.chat.completions.create(model="@cf/no/body", messages=HELLO)
-        assert (code_of(unknown.value), unknown.value.code) == ((400, 5007), "model_not_found")
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await client.chat.completions.create(model="@cf/test/stop", messages=HELLO)
+        assert (code_of(unknown.value), unknown.value.code) == ((404, 3042), "model_not_found")
+        assert f"did you mean {MODEL}?" in unknown.value.message
+        with pytest.raises(openai.BadRequestError) as other:
+            await client.embeddings.create(model=MODEL, input="x")
+        assert code_of(other.value) == (400, 5007)
         with pytest.raises(cloudflare.BadRequestError) as nowhere:
             await cloud.ai.run("@cf/no/body", account_id=account, prompt="x")
         assert code_of(nowhere.value) == (400, 5007)
@@ -198,44 +202,48 @@ async def test_a_grammar_that_the_replica_refuses_is_called_by_its_field(tmp_pat
 
 
 @looped
-async def test_an_answer_that_is_cut_is_no_document(tmp_path: Path) -> None:
-    """Streamed or not, one choice or several: the error, and what was generated is charged."""
+async def test_an_answer_that_is_cut_says_so_where_it_has_a_finish_reason(tmp_path: Path) -> None:
+    """OpenAI's answers end with `length`, streamed or not; the native answer, which has no reason, is an error. What
+    was generated is charged either way."""
     json_object: Any = {"type": "json_object"}
     async with asking(tmp_path) as (gateway, client, cloud):
         asked: Any = {"model": MODEL, "messages": HELLO, "response_format": json_object, "max_tokens": 5}
         extras: list[Any] = [{}, {"n": 3}]
         for extra in extras:
-            with pytest.raises(openai.BadRequestError) as whole:
-                await client.chat.completions.create(**asked, **extra)
-            assert (code_of(whole.value), whole.value.code) == ((400, 5024), "json_not_met")
-            assert "JSON Mode couldn't be met" in whole.value.message
-            assert "'max_tokens'" in whole.value.message
-            with pytest.raises(openai.APIError, match="JSON Mode couldn't be met"):
-                async for _ in await client.chat.completions.create(**asked, **extra, stream=True):
-                    pass
+            whole = await client.chat.completions.create(**asked, **extra)
+            assert [choice.finish_reason for choice in whole.choices] == ["length"] * extra.get("n", 1)
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 5 * extra.get("n", 1)
+            chunks = [chunk async for chunk in await client.chat.completions.create(**asked, **extra, stream=True)]
+            assert chunks[-1].choices[0].finish_reason == "length"
         with pytest.raises(cloudflare.BadRequestError) as native:
             await cloud.ai.run(
                 MODEL, account_id=gateway.account_id, messages=HELLO, response_format=json_object, max_tokens=5
             )
         assert code_of(native.value) == (400, 5024)
+        assert "JSON Mode couldn't be met" in native.value.message
+        assert "'max_tokens'" in native.value.message
         await gateway.settled()
         records = await gateway.records()
-        assert [record.outcome for record in records] == ["json_not_met"] * 5
+        assert sorted(record.outcome for record in records) == ["done"] * 4 + ["json_not_met"]
         assert sorted(record.completion_tokens for record in records)[:3] == [5, 5, 5]
         assert all(record.neurons > 0 for record in records)
 
 
 @looped
-async def test_a_document_ended_by_a_stop_string_is_none(tmp_path: Path) -> None:
-    async with asking(tmp_path) as (gateway, client, _):
+async def test_a_document_ended_by_a_stop_string_is_none_natively(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (gateway, client, cloud):
         model = gateway.app._serving.endpoint.catalogue.find(MODEL)
         assert model is not None
         gateway.behaviour.script = model.tokenizer.encode_prompt('{"city": "Rome"}')
         asked: Any = {"model": MODEL, "messages": HELLO, "response_format": {"type": "json_object"}}
         said = await client.chat.completions.create(**asked)
         assert said.choices[0].message.content == '{"city": "Rome"}'
-        with pytest.raises(openai.BadRequestError, match="'stop'") as bad:
-            await client.chat.completions.create(**asked, stop=["Ro"])
+        cut = (await client.chat.completions.create(**asked, stop=["Ro"])).choices[0]
+        assert (cut.message.content, cut.finish_reason) == ('{"city": "', "stop")
+        native = {"messages": HELLO, "response_format": asked["response_format"], "stop": ["Ro"]}
+        with pytest.raises(cloudflare.BadRequestError, match="'stop'") as bad:
+            await cloud.ai.run(MODEL, account_id=gateway.account_id, extra_body=native)
         assert code_of(bad.value) == (400, 5024)
         gateway.behaviour.script = model.tokenizer.encode_prompt("no document at all")
         with pytest.raises(openai.BadRequestError) as wrong:
@@ -294,7 +302,9 @@ async def test_who_may_not_ask_is_told_so(tmp_path: Path) -> None:
         ask: Any = {"model": MODEL, "messages": HELLO}
         with pytest.raises(openai.AuthenticationError) as junk:
             await client.with_options(api_key="junk").chat.completions.create(**ask)
-        assert code_of(junk.value) == (401, 9106)
+        assert (code_of(junk.value), junk.value.type) == ((401, 9106), "invalid_request_error")
+        with pytest.raises(openai.NotFoundError, match="No route for that URI: /client/v4/chat/completions"):
+            await client.with_options(base_url=f"{gateway.base_url}/client/v4").chat.completions.create(**ask)
         (token,) = await gateway.accounts.tokens(gateway.account_id)
         with pytest.raises(cloudflare.PermissionDeniedError) as foreign:
             await cloud.ai.run(MODEL, account_id="0" * 32, prompt="x")

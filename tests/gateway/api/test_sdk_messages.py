@@ -123,9 +123,9 @@ async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
         (submit,) = gateway.fleet.submits
         assert submit.grammar is not None
         assert set(json.loads(submit.grammar.source)["properties"]) == {"city", "rain"}
-        for fields, field in (({"max_tokens": 3}, "max_tokens"), ({"stop_sequences": ["Rome"]}, "stop_sequences")):
-            with pytest.raises(anthropic.BadRequestError, match=f"JSON Mode couldn't be met.*'{field}'"):
-                await client.messages.parse(**{**ASKED, **fields}, output_format=Weather)
+        asked = {**ASKED, "output_config": {"format": {"type": "json_schema", "schema": Weather.model_json_schema()}}}
+        for fields, reason in (({"max_tokens": 3}, "max_tokens"), ({"stop_sequences": ["Rome"]}, "stop_sequence")):
+            assert (await client.messages.create(**{**asked, **fields})).stop_reason == reason
 
 
 @looped

@@ -97,8 +97,10 @@ async def test_a_schema_is_parsed_into_its_type(tmp_path: Path) -> None:
             assert submit.grammar is not None
             assert submit.grammar.kind is GrammarKind.JSON_SCHEMA
             assert set(json.loads(submit.grammar.source)["properties"]) == {"city", "rain"}
-        with pytest.raises(openai.BadRequestError, match="JSON Mode couldn't be met"):
-            await client.responses.parse(model=MODEL, input="rain?", text_format=Weather, max_output_tokens=3)
+        format: Any = {"type": "json_schema", "name": "weather", "schema": Weather.model_json_schema()}
+        cut = await client.responses.create(model=MODEL, input="rain?", text={"format": format}, max_output_tokens=3)
+        assert cut.incomplete_details is not None
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
 @looped

@@ -106,7 +106,7 @@ def reasons(result: Any) -> list[int]:
 def generating(world: Served, count: int) -> bool:
     """Whether so many requests run, each with some of its tokens."""
     calls = [one.request.call for one in world.app._batches._claimed.values() if one.request is not None]
-    return len(calls) == count and all(call is not None and call.work.completion_tokens for call in calls)  # type: ignore[attr-defined]
+    return len(calls) == count and all(call is not None and call.work.running.completion_tokens for call in calls)  # type: ignore[attr-defined]
 
 
 # Submitting and fetching
@@ -246,7 +246,7 @@ async def test_another_accounts_batch_is_as_one_that_is_not_there(tmp_path: Path
                 authorization=f"Bearer {token}",
             )
             assert (foreign.status, foreign.code) == (404, 1003)
-            assert foreign.content == missing.content
+            assert foreign.json["errors"] == missing.json["errors"]
         listed = await world.call("/ai/batches", None, "GET", authorization=f"Bearer {token}")
         assert listed.json["result"] == []
         assert (await world.call("/ai/batches", None, "GET", authorization="")).status == 401
@@ -484,6 +484,45 @@ async def test_a_gateway_of_another_region_leaves_it_to_those_that_may_serve_it(
 
 
 @looped
+async def test_a_request_whose_lease_ran_out_here_and_that_is_claimed_again_ends_no_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LEASE_S", 0.05)  # a gateway that stood still, as it were
+    monkeypatch.setattr(worker, "RENEW_S", 60.0)
+    async with served(tmp_path) as world:
+        world.behaviour.first_s = 0.5
+        request_id = await submit(world, 1)
+        await until(lambda: len(world.fleet.submits) > 1)
+        world.behaviour.first_s = 0.0
+        assert all(one["success"] for one in (await ended(world, request_id))["responses"])
+        await until(lambda: not world.app._batches.running.total())
+        again = await ended(world, await submit(world, 1))
+        assert all(one["success"] for one in again["responses"]), "it works on"
+
+
+@looped
+async def test_what_no_machine_of_its_regions_serves_waits_and_wakes_one_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TIDY_S", 0.02)
+    async with served(tmp_path, region="eu", machine_region="us") as world:
+        fleet, demanded = world.app._serving.context.fleet, list[int]()
+
+        def demand(model: str, requests: int, weight: float, *regions: tuple[str, ...]) -> None:
+            if regions == (("eu",),):
+                demanded.append(requests)
+
+        monkeypatch.setattr(fleet, "set_batch_demand", demand)
+        world.app._batches.stop()
+        await submit(world, 1)
+        settings = Settings(regions=("eu",))
+        await world.accounts.update(world.account_id, lambda one: structs.replace(one, settings=settings))
+        world.app._batches._stopped = False
+        await until(lambda: demanded[:2] == [1, 0])  # it is put back for a while, and the demand ends
+        assert not world.fleet.submits
+
+
+@looped
 async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         world.app._batches.stop()
@@ -501,6 +540,25 @@ async def test_a_model_that_ends_meanwhile_fails_what_is_left(tmp_path: Path) ->
         found = (await state(world, request_id))["requests"]
         assert (found["succeeded"], found["failed"]) == (0, 2)
         assert await world.records() == []
+
+
+@looped
+async def test_a_batch_of_a_model_that_was_removed_waits_is_cancelled_and_runs_once_it_is_back(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        catalogue = world.app._serving.endpoint.catalogue
+        models = list(catalogue)
+        world.app._batches.stop()
+        waiting, cancelled = await submit(world, 2), await submit(world, 2)
+        catalogue.replace([model for model in models if model.name != MODEL], {})
+        world.app._batches._stopped = False
+        await holds(lambda: not world.fleet.submits, 0.3)
+        assert (await state(world, waiting))["status"] == "queued"
+        assert (await refused(world, {"requests": requests(1)})).code == 5007
+        assert (await world.call(f"/ai/batches/{cancelled}", None, "DELETE")).status == 200
+        catalogue.replace(models, {})
+        assert all(one["success"] for one in (await ended(world, waiting))["responses"])
+        assert (await state(world, cancelled))["status"] == "cancelled"
+        assert len(await world.records()) == 2
 
 
 # What is kept
@@ -574,7 +632,7 @@ async def test_a_restart_goes_on_where_the_gateway_stopped(tmp_path: Path) -> No
         request_id = await submit(world, 40, max_tokens=20)
         account_id, token = world.account_id, world.token
         await until(lambda: running(world) > 0 and world.fleet.replicas[0].emitted)
-    async with served(tmp_path) as world:
+    async with served(tmp_path, account_name="another") as world:
         world.account_id, world.token = account_id, token
         result = await ended(world, request_id)
         assert all(one["success"] for one in result["responses"])

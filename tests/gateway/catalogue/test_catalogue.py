@@ -96,3 +96,12 @@ def test_what_a_machine_is_told_is_what_the_settings_say(tmp_path: Path) -> None
     assert (spec.kv_bytes, spec.block_tokens, spec.sequences, spec.dtype) == (1000000, 32, 5, "float32")
     assert (spec.scope_floor_blocks, spec.scope_cap_blocks) == (3, 7)
     assert json.loads((Path(spec.folder) / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_models_of_one_folder_share_its_tokenizer(tmp_path: Path) -> None:
+    entry = '[[models]]\nname = "@cf/mine/{0}"\nfolder = "{1}"\n'
+    mine = _pull(_config(tmp_path), "@hf/Org/Model-1")
+    catalogue = open_catalogue(_config(tmp_path, entry.format("a", EMBER) + entry.format("b", mine)))
+    tokenizers = {model.name: model.tokenizer for model in catalogue}
+    assert tokenizers["@cf/mine/a"] is tokenizers[BUILT_IN]
+    assert tokenizers["@cf/mine/b"] is tokenizers["@hf/Org/Model-1"] is not tokenizers[BUILT_IN]

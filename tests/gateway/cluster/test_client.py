@@ -1,16 +1,21 @@
 import asyncio
 import contextlib
+import socket
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
 from engine.protocol import frames
 from engine.protocol.types import FinishReason, RejectReason, Residency, SamplingParams, Scope, ScopeKind
-from gateway.cluster.client import pack_token_ids
+from gateway.cluster.client import ReplicaConnection
+from gateway.cluster.connection import MachineConnection
 from gateway.cluster.fleet import ReplicaFleet
-from gateway.cluster.stream import STEPS_MAX, OutputDelta, ReplicaAsleep, ReplicaLost, ReplicaRejected
+from gateway.cluster.replica_counters import ReplicaCounters
+from gateway.cluster.stream import STEPS_MAX, OutputDelta, ReplicaLeaving, ReplicaLost, ReplicaRejected, pack_token_ids
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped
 from tests.support.stub_replica import StubFleet
@@ -51,6 +56,25 @@ def test_choices_keep_apart_and_the_stream_ends_after_the_last(tmp_path: Path) -
                     assert tokens == [words[(start + i) % len(words)] for i in range(6)]
                     assert [scored.top_ids[0] for step in mine for scored in step.logprobs] == tokens
                     assert mine[-1].finish is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_load_said_again_counts_nothing_and_forgets_what_the_replica_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            chosen = await link(fleet)
+            stub.replicas[0].load(counters={"hit_tokens": 5})
+            await until(lambda: chosen.replica.load is not None)
+            stub.behaviour.reject = RejectReason.BUSY
+            with pytest.raises(ReplicaRejected):
+                await collect(await submit(fleet))
+            first, counted = chosen.replica.load, chosen.replica.sequences
+            assert counted == 1
+            stub.replicas[0].load(counters={"hit_tokens": 5})
+            await until(lambda: chosen.replica.sequences == 0)
+            assert chosen.replica.load is first
+            assert fleet.counters.sums()[stub.replicas[0].model]["hit_tokens"] == 5
 
     asyncio.run(scenario())
 
@@ -183,9 +207,9 @@ class FrameOfTomorrow(msgspec.Struct, array_like=True, tag="transfer"):
 @pytest.mark.parametrize(
     ("greeting", "problem"),
     [
-        (None, "a Hello of protocol 99, and this process speaks protocol 2: install the same hearth"),
-        (HelloOfTomorrow(), "a Hello of protocol 99, and this process speaks protocol 2: install the same hearth"),
-        (FrameOfTomorrow(), "a 'transfer' frame, which protocol 2 does not have: install the same hearth"),
+        (None, "a Hello of protocol 99, and this process speaks protocol 2 to 3: install the same hearth"),
+        (HelloOfTomorrow(), "a Hello of protocol 99, and this process speaks protocol 2 to 3: install the same hearth"),
+        (FrameOfTomorrow(), "a 'transfer' frame, which protocol 3 does not have: install the same hearth"),
     ],
     ids=["version", "fields", "kind"],
 )
@@ -240,9 +264,41 @@ async def test_what_a_replica_has_not_begun_with_is_taken_back_when_it_leaves_th
         other = await submit(fleet, n=2)
         await until(lambda: len(stub.submits) == 2)
         stub.move(0, DEVICE, toward=MEMORY)
-        with pytest.raises(ReplicaAsleep):
+        with pytest.raises(ReplicaLeaving):
             await anext(other)
         await until(lambda: len(stub.replicas[0].cancels) == 2)
         stub.move(0, MEMORY, ready_ms=100)
         stub.move(0, DEVICE)
         assert sum(len(step.tokens) for step in await collect(begun)) == 49
+
+
+def test_what_a_machine_says_again_is_compared_once_however_often_it_comes() -> None:
+    @looped
+    async def scenario() -> None:
+        reports: list[frames.MachineState] = []
+        machine = MachineConnection(lambda _, report: reports.append(report))
+        said = frames.encode_frame(frames.MachineState("m", []))
+        for chunk in (said, said + said, said):  # two at once are read anew
+            machine.data_received(chunk)
+        assert len(reports) == 1
+        (again,) = machine._frames.feed(said)
+        assert machine._last is again, "it is compared by what it is, not by what is in it"
+        machine.data_received(frames.encode_frame(frames.MachineState("m", [], draining=True)))
+        assert len(reports) == 2
+
+    scenario()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the kernel asks nobody")
+@pytest.mark.parametrize(("polled", "idle_s"), [(False, 1), (True, 15)])
+def test_the_kernel_seldom_asks_the_host_of_a_replica_that_may_be_quiet(polled: bool, idle_s: int) -> None:
+    @looped
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+            transport = SimpleNamespace(get_extra_info=lambda name: peer, write=lambda data: None)
+            replica = ReplicaConnection("tcp:127.0.0.1:1", lambda: None, ReplicaCounters(), lambda seconds: None)
+            replica.connection_made(cast(asyncio.BaseTransport, transport))
+            replica.receive(frames.Hello(2, "m", "r", "1", 1, 100, 100, 16, 10, 3, polled=polled))
+            assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle_s
+
+    scenario()

@@ -10,9 +10,13 @@ from engine.protocol import frames
 from engine.protocol.address import AddressError
 from engine.protocol.types import Residency, SamplingParams, SchedulingTerms, Scope
 from gateway.cluster import wake_queue
-from gateway.cluster.client import ReplicaClient, pack_token_ids
+from gateway.cluster.client import ReplicaClient
 from gateway.cluster.connection import FrameProtocol, connect
-from gateway.cluster.fleet import NoReplicaAvailable, ReplicaFleet, _ReplicaEntry
+from gateway.cluster.fleet import NoReplicaAvailable, ReplicaFleet
+from gateway.cluster.replica_entry import MachineEntry, ReplicaEntry
+from gateway.cluster.stream import SuccessorWanted, pack_token_ids
+from gateway.members.protocol import Membership
+from gateway.members.static import StaticMembers
 from tests.support.linked_fleet import PROMPT, SCOPE, collect, connected, link, submit
 from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL, StubFleet
@@ -50,17 +54,14 @@ def test_link_waits_for_a_replica_that_comes(tmp_path: Path) -> None:
 
 
 @looped
-async def test_who_waits_goes_on_also_where_a_replicas_hello_comes_with_its_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_goes_on_also_where_a_replicas_hello_comes_with_its_connection(tmp_path: Path) -> None:
     async def behind_the_hello(address: str, make: Callable[[], FrameProtocol]) -> FrameProtocol:
         connection = await connect(address, make)
         await asyncio.sleep(0.05)
         return connection
 
-    monkeypatch.setattr("gateway.cluster.fleet.connect", behind_the_hello)
     stub = StubFleet(tmp_path)
-    fleet = ReplicaFleet([stub.address])
+    fleet = ReplicaFleet([stub.address], connector=behind_the_hello)
     async with stub.serving():
         running = asyncio.create_task(fleet.run())
         await link(fleet)
@@ -93,9 +94,17 @@ def test_a_model_that_no_machine_has_is_unavailable(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_draining_replica_gets_no_new_work_and_finishes_its_old(tmp_path: Path) -> None:
+def loads(fleet: ReplicaFleet) -> list[int]:
+    """Background sequences of each replica that serves."""
+    return [entry.connection.background for entry in fleet._pools[MODEL].serving if entry.connection is not None]
+
+
+@pytest.mark.parametrize("newest_protocol", [2, 3])
+def test_a_draining_replica_gets_no_new_work_and_keeps_its_old_where_no_other_can_go_on_with_it(
+    newest_protocol: int, tmp_path: Path
+) -> None:
     async def scenario() -> None:
-        async with connected(tmp_path, replicas=2) as (stub, fleet):
+        async with connected(tmp_path, replicas=2, newest_protocol=newest_protocol) as (stub, fleet):
             stub.behaviour.step_s = 0.01
             stream = await submit(fleet, max_tokens=20)
             await anext(stream)
@@ -103,10 +112,15 @@ def test_a_draining_replica_gets_no_new_work_and_finishes_its_old(tmp_path: Path
             other = next(replica for replica in stub.replicas if replica is not busy)
             busy.load(draining=True)
             await until(lambda: sum(seen.ready for seen in fleet.replicas()) == 1)
+            if newest_protocol == 2:
+                assert len(await collect(stream)) == 19
+            else:
+                with pytest.raises(SuccessorWanted):
+                    await collect(stream)
+                stream.cancel()
             rest = await collect(await submit(fleet))
             assert len(rest) == 8
             assert len(other.submits) == 1
-            assert len(await collect(stream)) == 19
 
     asyncio.run(scenario())
 
@@ -140,15 +154,60 @@ def test_load_counts_what_was_submitted_since_it_came(tmp_path: Path) -> None:
 
 def test_a_wrong_address_is_an_error_at_the_start() -> None:
     with pytest.raises(AddressError, match="outside loopback"):
-        ReplicaFleet(["tcp:10.0.0.1:7000"])
+        StaticMembers(["tcp:10.0.0.1:7000"])
+
+
+WRONG_ADDRESSES = ("tls:m@somewhere:700000", "tcp:127.0.0.1:99999", "nonsense")
+
+
+def test_a_machine_at_no_address_stops_no_other_one(tmp_path: Path) -> None:
+    """One host that told the store of such an address would else end every gateway of its cluster."""
+
+    async def scenario() -> None:
+        async with connected(tmp_path) as (_, fleet):
+            fleet.links.follow("store", Membership(frozenset(WRONG_ADDRESSES)))
+            await until(lambda: {*fleet.problems()} == {*WRONG_ADDRESSES})
+            assert all("cannot be reached" in problem for problem in fleet.problems().values())
+            stream = await submit(fleet)
+            stream.cancel()
+            fleet.links.follow("store", Membership(frozenset(), frozenset(WRONG_ADDRESSES)))
+            assert not fleet.problems()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("address", WRONG_ADDRESSES)
+@in_fake_time
+async def test_a_replica_at_no_address_is_one_that_cannot_be_reached(address: str) -> None:
+    state = frames.ReplicaState("m", address, Residency.DEVICE, 1)
+    known = ReplicaEntry(MachineEntry("unix:/m", {}, frames.MachineState("m", [state])), state)
+    watch = asyncio.create_task(ReplicaFleet([])._replica_links._keep_replica(known))
+    await until(lambda: "cannot be reached" in known.problem)
+    assert not watch.done()
+    watch.cancel()
+    await asyncio.wait([watch])
+
+
+def test_a_report_that_comes_as_its_machine_is_dropped_brings_it_back_nowhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (_, fleet):
+            ((address, machine),) = fleet.links.connections.items()
+            assert machine._last is not None
+            fleet.links.cut(frozenset([address]))
+            machine._on_report(machine, machine._last)
+            assert not fleet.machines()
+            assert not fleet.replicas()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("count", range(5))
 def test_a_cancellation_beside_a_machines_word_ends_the_watch_of_a_replica(count: int, tmp_path: Path) -> None:
     @in_fake_time
     async def run() -> None:
-        known = _ReplicaEntry(frames.ReplicaState("m", f"unix:{tmp_path}/nobody", Residency.DEVICE, 1))
-        watch = asyncio.create_task(ReplicaFleet([])._keep_replica(known))
+        state = frames.ReplicaState("m", f"unix:{tmp_path}/nobody", Residency.DEVICE, 1)
+        known = ReplicaEntry(MachineEntry("unix:/m", {}, frames.MachineState("m", [state])), state)
+        watch = asyncio.create_task(ReplicaFleet([])._replica_links._keep_replica(known))
         await asyncio.sleep(0.05)  # it could not connect, and waits
         known.changed.set()
         await turns(count)
@@ -173,7 +232,7 @@ def test_what_runs_in_the_background_is_no_load_for_live_calls_and_none_for_it_w
             assert fleet.spare(MODEL, 10) == 12
             again = await fleet.acquire(MODEL, SCOPE, PROMPT, asyncio.get_running_loop().time())
             assert again.replica is live.replica, "live calls go where they went"
-            assert sorted(replica.background for replica in fleet._serving(MODEL)) != [0, 8], "the background is spread"
+            assert sorted(loads(fleet)) != [0, 8], "the background is spread"
             stub.replicas[0].load(waiting=1)
             await until(lambda: fleet.spare(MODEL, 10) <= 10)
 
@@ -218,7 +277,7 @@ async def test_a_replica_on_the_device_is_preferred_and_one_that_leaves_it_is_no
     async with connected(tmp_path, replicas=3) as (stub, fleet):
         stub.move(0, MEMORY, toward=DEVICE)
         stub.move(1, DEVICE, toward=MEMORY)
-        await until(lambda: fleet._serving(MODEL) == [known.connection for known in fleet._entries(MODEL)][2:])
+        await until(lambda: [view.ready for view in fleet.replicas()] == [False, False, True])
         for n in range(20):
             chosen = await fleet.acquire(MODEL, SCOPE, pack_token_ids([n] * 40), asyncio.get_running_loop().time())
             assert chosen.replica.address == f"unix:{stub.replicas[2].path}"
@@ -396,3 +455,35 @@ async def test_a_sleeping_replicas_connection_stays_and_one_on_disk_is_not_asked
         assert (fleet.replicas()[0].problem, fleet.replicas()[0].expected_s) == ("", 0.9)
         stub.move(0, DISK, toward=DEVICE, ready_ms=900)
         await until(lambda: bool(stub.replicas[0].connections))
+
+
+def test_calls_go_to_a_replica_that_stays_and_to_one_that_leaves_where_there_is_no_other(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path, replicas=2) as (stub, fleet):
+            stub.move(0, DEVICE, leaving=True)
+            await until(lambda: any(view.state.leaving for view in fleet.replicas()))
+            for _ in range(4):
+                assert len(await collect(await submit(fleet))) == 8
+            assert (len(stub.replicas[0].submits), len(stub.replicas[1].submits)) == (0, 4)
+            stub.move(1, DISK)
+            await until(lambda: fleet.replicas()[1].state.residency is DISK)
+            assert len(await collect(await submit(fleet))) == 8
+            assert len(stub.replicas[0].submits) == 1
+
+    asyncio.run(scenario())
+
+
+def test_calls_are_refused_at_once_while_the_only_machine_is_drained(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with connected(tmp_path) as (stub, fleet):
+            stub.draining = True
+            stub.tell()
+            await until(lambda: not fleet.serves(MODEL))
+            with pytest.raises(NoReplicaAvailable, match="drained"):
+                await link(fleet)
+            stub.draining = False
+            stub.tell()
+            await until(lambda: fleet.serves(MODEL))
+            await link(fleet)
+
+    asyncio.run(scenario())

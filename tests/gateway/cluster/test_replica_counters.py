@@ -1,3 +1,5 @@
+import pytest
+
 from engine.protocol.frames import PROTOCOL_VERSION, Hello, ReplicaLoad
 from gateway.cluster.replica_counters import COUNTER_NAMES, RECENT_S, RecentLoad, ReplicaCounters
 
@@ -68,13 +70,48 @@ def test_a_replica_that_begins_anew_is_counted_and_one_that_is_new_or_only_recon
 
 
 def test_what_a_replica_did_recent_is_of_its_last_seconds_alone() -> None:
-    recent = RecentLoad()
+    now = 1000.0
+    recent = RecentLoad(lambda: now)
     assert (recent.tokens_per_s, recent.hit_ratio) == (0.0, None)
     for second in range(20):
+        now = 1000.0 + second
         counters = {"computed_tokens": 100 * second, "lookup_tokens": 40 * second}
-        recent.append(1000.0 + second, load(10 * second, **counters))
+        recent.append(now, load(10 * second, **counters))
     assert (recent.tokens_per_s, recent.hit_ratio) == (100.0, 0.25)
     for second in range(20, 27):
-        recent.append(1000.0 + second, load(10 * 19, **counters))
+        now = 1000.0 + second
+        recent.append(now, load(10 * 19, **counters))
     assert (recent.tokens_per_s, recent.hit_ratio) == (0.0, None)
     assert len(recent._marks) <= RECENT_S + 1
+
+
+def test_a_replica_that_says_nothing_new_did_nothing_since() -> None:
+    now = 1000.0
+    recent = RecentLoad(lambda: now)
+    for half in range(7):
+        now = 1000.0 + half / 2
+        recent.append(now, load(0, computed_tokens=100 * half))
+    assert recent.tokens_per_s == 200.0
+    now = 1000.0 + RECENT_S
+    assert recent.tokens_per_s == pytest.approx(600 / (RECENT_S - 0.5))
+    now = 1000.0 + 2 * RECENT_S
+    assert recent.tokens_per_s == 0.0
+    now += 100.0
+    recent.append(now, load(0, computed_tokens=650))
+    assert recent.tokens_per_s == pytest.approx(50 / RECENT_S), "all of it in the last moment"
+    now += RECENT_S
+    assert recent.tokens_per_s == 0.0
+
+
+def test_sums_never_go_back_and_count_what_is_gone_before_anybody_read_it() -> None:
+    counters = ReplicaCounters()
+    counters.update("unix:1", hello(), load(10))
+    counters.update("unix:1", hello(), load(25))
+    counters.remove("unix:1")
+    assert hits(counters) == 25
+    counters.update("unix:2", hello(), load(7))
+    counters.update("unix:2", hello(boot=2), load(1))
+    assert (hits(counters), hits(counters)) == (33, 33)
+    counters.update("unix:2", hello(boot=2), load(4))
+    assert hits(counters) == 36
+    assert not counters._unread

@@ -2,12 +2,32 @@ import math
 import random
 from array import array
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cluster.route import BALANCE, LIGHT_LOAD, Candidate, pick
+from gateway.cluster import route
+from gateway.cluster.route import BALANCE, LIGHT_LOAD, WINDOW, ReplicaRing, preference
+
+
+class Candidate(NamedTuple):
+    name: str
+    load: int
+
+
+def ring_of(candidates: Sequence[Candidate]) -> ReplicaRing[int]:
+    ring = ReplicaRing[int]()
+    for index, candidate in enumerate(candidates):
+        ring.add(candidate.name, index)
+    return ring
+
+
+def pick(candidates: Sequence[Candidate], scope: bytes, tokens: bytes, session: bytes = b"") -> int:
+    """The index of the one that is chosen."""
+    return route.pick(ring_of(candidates), lambda index: candidates[index].load, scope, tokens, session)
 
 
 def _replicas(*loads: int) -> list[Candidate]:
@@ -142,3 +162,36 @@ def test_one_session_id_of_two_accounts_is_two_sessions() -> None:
 def test_sessions_are_spread_evenly() -> None:
     chosen = Counter(pick(_replicas(*[0] * 8), b"t", b"one prompt..", one) for one in _sessions(8000))
     assert 800 < min(chosen.values()) <= max(chosen.values()) < 1200
+
+
+def test_among_many_replicas_keys_are_spread_and_few_move_with_one_that_goes() -> None:
+    many = _replicas(*[0] * 400)
+    ring, prompts = ring_of(many), _prompts(6000)
+    before = [route.pick(ring, lambda index: 0, b"t", prompt) for prompt in prompts]
+    chosen = Counter(before)
+    assert len(chosen) > 390
+    assert max(chosen.values()) < 60
+    gone = before[0]
+    ring.remove(many[gone].name, gone)
+    after = [route.pick(ring, lambda index: 0, b"t", prompt) for prompt in prompts]
+    moved = [(was, now) for was, now in zip(before, after, strict=True) if was != now]
+    assert gone not in after
+    assert len(moved) < 4 * chosen[gone], "its own, and those whose candidates shifted by one"
+
+
+def test_a_ring_has_no_more_candidates_than_its_window_and_takes_back_what_it_got() -> None:
+    many = _replicas(*[0] * 100)
+    ring = ring_of(many)
+    for key in (0, 1 << 63, (1 << 64) - 1):
+        names, items = ring.candidates(key)
+        assert len(names) == len(set(items)) == WINDOW
+        assert [name.decode() for name in names] == [many[index].name for index in items]
+    for index, candidate in enumerate(many):
+        ring.remove(candidate.name, index)
+    assert not ring
+
+
+def test_machines_hold_models_as_often_as_their_weight_is_large() -> None:
+    weights = {"small": 1.0, "large": 3.0}
+    first = Counter(max(weights, key=lambda name: preference(name, weights[name], f"model-{n}")) for n in range(4000))
+    assert 2800 < first["large"] < 3200

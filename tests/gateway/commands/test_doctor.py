@@ -1,7 +1,9 @@
 import json
+import os
 import shutil
 import socket
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from gateway.cli import main
 from gateway.commands.checks import host as host_checks
 from gateway.config import Config, ModelEntryConfig
 from gateway.config_reference import settings
+from gateway.identity.host_identity import HostRole
 from tests.support import minilm
 from tests.support.certificates import write_certificate
 from tests.support.fake_nvml import FakeGpu, install_nvml
+from tests.support.hosts import host_maker
 from tests.support.issuers import jwk
 
 EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
@@ -49,6 +53,19 @@ def test_a_fresh_host_is_well(capsys: pytest.CaptureFixture[str]) -> None:
     found = examine(capsys, 0)
     assert {"python", "engine", "gpu", "settings", "store", "model", "memory", "disk", "port"} == set(found)
     assert BUILT_IN in found["model"][0]["found"]
+
+
+def test_a_replica_that_is_unlike_the_others_of_its_model_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Config(state_folder=str(here / ".hearth")).run_folder
+    run.mkdir(parents=True, exist_ok=True)
+    report = {"pid": os.getpid(), "unlike": [["tls:m2@10.0.0.3:8791/machine", "notes"]]}
+    (run / "gateway-1.unlike.json").write_text(json.dumps(report))
+    (run / "gateway-2.unlike.json").write_text(json.dumps({"pid": 2**22 + 1, "unlike": [["m9", "gone"]]}))
+    (finding,) = [each for each in examine(capsys, 1)["machine"] if each["verdict"] == "wrong"]
+    assert "m2@10.0.0.3:8791/machine: notes: its weights, tokenizer, template or KV" in finding["found"]
+    assert "it gets no calls" in finding["advice"]
 
 
 def test_it_prints_a_line_for_people(capsys: pytest.CaptureFixture[str], port: int) -> None:
@@ -153,8 +170,10 @@ class Host:
         monkeypatch.setenv("CC", "/usr/bin/their-cc")
         monkeypatch.setattr(host_checks.sysconfig, "get_paths", lambda scheme: {"include": str(self.headers)})
 
-    def found(self, status: int, *installed: FakeGpu, cuda: str | None = "13.0") -> dict[str, list[dict[str, Any]]]:
-        install_nvml(self._monkeypatch, installed)
+    def found(
+        self, status: int, *installed: FakeGpu, cuda: str | None = "13.0", lacking: Sequence[str] = ()
+    ) -> dict[str, list[dict[str, Any]]]:
+        install_nvml(self._monkeypatch, installed, lacking=lacking)
         self._monkeypatch.setattr(gpus, "torch_cuda_version", lambda: cuda)
         return examine(self._capsys, status)
 
@@ -266,6 +285,59 @@ def test_a_model_that_what_is_pinned_never_leaves_room_for_is_wrong(host: Host, 
     assert "what is pinned leaves none to @cf/hearth/ember" in finding["found"]
 
 
+def test_a_model_of_several_ranks_is_looked_for_on_as_many_gpus(host: Host, here: Path) -> None:
+    beside(here, one="gpus = 2", two="gpus = 3")
+    (_, pair, three) = host.found(1, H200, H200)["model"]
+    assert (pair["verdict"], three["verdict"]) == ("ok", "wrong")
+    assert "it cannot be cut into 3 ranks" in three["found"]
+    assert "set gpus to one of 1, 2" in three["advice"]
+    (_, pair, _) = host.found(1, H200)["model"]
+    assert "gpus = 2, and models may use 1 here" in pair["found"]
+    small = FakeGpu("Small", 1064)  # too small for the whole model, and not for half of it
+    ember, pair, _ = host.found(1, small, small)["model"]
+    assert (ember["verdict"], pair["verdict"]) == ("wrong", "ok")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "verdict", "said"),
+    [
+        ((), "ok", "2 GPUs reach each other over NVLink (478 GB/s each way)"),
+        (("NVLINK",), "note", "GPUs 0 and 1 (63 GB/s each way) have no NVLink between them: @cf/mine/one is for"),
+        (("WRITE", "NVLINK"), "wrong", "GPUs 0 and 1 do not reach each other's memory"),
+    ],
+)
+def test_what_ranks_need_between_gpus_is_looked_for_where_a_model_has_them(
+    host: Host, here: Path, lacking: tuple[str, ...], verdict: str, said: str
+) -> None:
+    assert "ranks" not in host.found(0, H200, H200)
+    beside(here, one="gpus = 2")
+    assert "ranks" not in host.found(1, H200)
+    (finding,) = host.found(int(verdict == "wrong"), H200, H200, lacking=lacking)["ranks"]
+    assert (finding["verdict"], finding["found"][: len(said)]) == (verdict, said)
+
+
+def test_a_pair_of_gpus_whose_links_carry_less_is_named(host: Host, here: Path) -> None:
+    beside(here, one="gpus = 2")
+    (finding,) = host.found(0, H200, H200, H200._replace(links=17))["ranks"]
+    assert finding["verdict"] == "note"
+    assert finding["found"] == (
+        "GPUs 0 and 2 (452 GB/s each way), 1 and 2 (452 GB/s each way): NVLink carries less than the 478 GB/s of others"
+    )
+
+
+def test_links_between_gpus_without_a_switch_count_for_their_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wires = {"a": (("b", 4), ("c", 2)), "b": (("a", 4),), "c": (("a", 2),)}
+    install_nvml(monkeypatch, [FakeGpu(uuid=uuid, links=0, wired=wired) for uuid, wired in wires.items()])
+    pairs = {(pair.first, pair.second): pair.bytes_per_s for pair in gpus.gpu_pairs([0, 1, 2])}
+    assert pairs == {(0, 1): 4 * 26_562_000_000, (0, 2): 2 * 26_562_000_000, (1, 2): 0}
+
+
+def test_gpus_of_several_kinds_are_wrong_for_a_model_of_several_ranks(host: Host, here: Path) -> None:
+    beside(here, one='gpus = "auto"')
+    finding, _ = host.found(1, H200, FakeGpu("NVIDIA H100"))["ranks"]
+    assert "GPU 0 is NVIDIA H200; GPU 1 is NVIDIA H100" in finding["found"]
+
+
 def test_the_cuda_of_the_installed_torch_is_read_without_importing_it() -> None:
     import torch
 
@@ -328,3 +400,19 @@ def test_a_key_that_others_can_read_or_that_is_missing_is_said(
     Path(paths["key"]).unlink()
     (finding,) = examine(capsys, 1)["tls"]
     assert "cannot be read" in finding["found"]
+
+
+def test_it_says_who_the_host_is_in_its_cluster(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts, folder = host_maker(here / "hosts"), here / ".hearth" / "identity"
+    hosts.host(HostRole.GATEWAY, "gw1", region="eu-west")
+    shutil.copytree(hosts.folder / "gw1", folder)
+    (finding,) = examine(capsys, 0)["cluster"]
+    assert "gateway gw1 (region eu-west) of test, its certificate until" in finding["found"]
+    for age_h, expected, words in ((20, 0, "should have been renewed 5 h ago"), (25, 1, "--join with a new --token")):
+        hosts.host(HostRole.GATEWAY, "gw1", age_s=age_h * 3600)
+        shutil.copytree(hosts.folder / "gw1", folder, dirs_exist_ok=True)
+        (finding,) = examine(capsys, expected)["cluster"]
+        assert words in finding["advice"]
+    (folder / "key.pem").write_text("none")
+    (finding,) = examine(capsys, 1)["cluster"]
+    assert "no unencrypted private key" in finding["found"]

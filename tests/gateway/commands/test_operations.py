@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pwd
+import re
 import shlex
 import stat
 import threading
@@ -128,7 +129,7 @@ def test_every_command_in_the_documents_is_one() -> None:
     for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
         for line in page.read_text().splitlines():
             if line.startswith("hearth "):
-                parse(shlex.split(line.split(" > ")[0], comments=True)[1:])
+                parse(shlex.split(re.split(" [>|] ", line)[0], comments=True)[1:])
                 parsed += 1
     assert parsed >= 60
 
@@ -649,3 +650,15 @@ def test_the_audit_of_a_restored_store_verifies_under_its_own_secret(shell: Shel
         return verdict.entries if verdict.problem is None else -1
 
     assert asyncio.run(walk()) == 1
+
+
+def test_a_backup_names_its_region_and_is_brought_to_another_one_by_name_alone(shell: Shell) -> None:
+    shell.account("acme")
+    settings = Path("hearth.toml")
+    settings.write_text('[server]\nregion = "eu-west"\n')
+    assert "of eu-west" in shell.out("backup", "kept")
+    settings.write_text(settings.read_text().replace("eu-west", "us-east"))
+    refused = shell.refused("restore", "kept", "--state", "other")
+    assert "kept is of eu-west, and this host is in us-east" in refused
+    assert "eu-west" in shell.refused("restore", "kept", "--state", "other", "--from-region", "mars")
+    shell.out("restore", "kept", "--state", "other", "--from-region", "eu-west")

@@ -11,11 +11,13 @@ import torch
 from engine.bf12.metadata import CompressionLevel
 from engine.compression.compress import compress_folder
 from engine.compression.source import scan_folder
+from engine.models.config import DECODER_ARCHITECTURES, ENCODER_ARCHITECTURES, HEADLESS
 from engine.protocol.types import Pooling
 from gateway.catalogue.bf12_size import read_bf12_size
 from gateway.catalogue.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, read_sums, require_sums
 from gateway.catalogue.tasks import ModelTask
+from gateway.commands.pull import SERVED
 from gateway.config import Config, ModelEntryConfig, load_config
 from tests.support import minilm
 from tests.support.hub import COMMIT, Hub, serving
@@ -62,9 +64,13 @@ def test_a_pulled_model_is_in_the_catalogue_with_only_what_it_needs(tmp_path: Pa
     assert not list((config.models_folder / ".partial").iterdir())
 
 
+def test_what_is_pulled_is_what_the_engine_serves() -> None:
+    assert {*DECODER_ARCHITECTURES, *HEADLESS, *ENCODER_ARCHITECTURES} == SERVED
+
+
 def test_a_compressed_model_comes_as_it_is(tmp_path: Path, hub: Hub) -> None:
     compress_folder(scan_folder(EMBER), tmp_path / "packed", CompressionLevel.DISTRIBUTION, torch.device("cpu"))
-    packed = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir()}
+    packed = {path.name: path.read_bytes() for path in (tmp_path / "packed").iterdir() if path.is_file()}
     hub.repositories["org/packed"] = packed
     assert pull(tmp_path, hub, "org/packed").returncode == 0
     config = load_config(state_folder=tmp_path / ".hearth")
@@ -153,7 +159,7 @@ def test_an_index_that_names_other_files_is_refused(tmp_path: Path, hub: Hub, na
         ({"model.safetensors": None, "pytorch_model.bin": b"x"}, "pickle"),
         ({"model.safetensors": None}, "no safetensors"),
         ({"tokenizer.json": None}, "no tokenizer.json"),
-        ({"config.json": b'{"model_type": "gpt2"}'}, "'gpt2'"),
+        ({"config.json": b'{"architectures": ["GPT2LMHeadModel"]}'}, "architecture GPT2LMHeadModel"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_its_weights_are_fetched(

@@ -13,7 +13,7 @@ ID = "00000000-0000-4000-8000-000000000000"
 
 def test_a_models_error_comes_first_and_names_the_request() -> None:
     body = envelope(errors.no_such_model("@cf/a/b"), ID)
-    assert list(json.loads(body)) == ["errors", "success", "result", "messages"]
+    assert list(json.loads(body)) == ["errors", "success", "result", "messages", "error"]
     (error,) = json.loads(body)["errors"]
     assert list(error) == ["message", "code"]
     assert error["code"] == 5007
@@ -22,10 +22,19 @@ def test_a_models_error_comes_first_and_names_the_request() -> None:
     assert json.loads(body)["result"] == {}
 
 
+def test_openais_error_is_in_every_body_and_a_message_has_one_prefix_at_most() -> None:
+    for refusal in (errors.no_such_model("@cf/a/b"), errors.bad_input("'n': wrong", "n"), errors.internal()):
+        for body in (json.loads(envelope(refusal, ID)), json.loads(openai_envelope(refusal, ID))):
+            assert body["error"]["message"] == f"{refusal.message} ({ID})", "a client of OpenAI's shows it as it is"
+            assert body["errors"][0]["message"] == f"AiError: {refusal.message} ({ID})"
+            assert ": " not in refusal.message.partition("'n'")[0]
+    assert json.loads(envelope(errors.no_route("/"), ""))["error"]["message"] == "No route for that URI: /"
+
+
 def test_a_routers_error_has_a_null_result() -> None:
-    assert envelope(errors.unauthenticated(), ID) == (
+    assert envelope(errors.unauthenticated(), ID).startswith(
         b'{"result":null,"success":false,"errors":[{"code":10000,"message":"Authentication error: '
-        b'send \'Authorization: Bearer <token>\' with a token that is in force"}],"messages":[]}'
+        b'send \'Authorization: Bearer <token>\' with a token that is in force"}],"messages":[],"error":{'
     )
 
 
@@ -41,7 +50,9 @@ def test_openai_paths_carry_both_shapes(refusal: ApiError) -> None:
 def test_types_follow_the_status() -> None:
     kinds = {
         errors.bad_input("x"): "invalid_request_error",
-        errors.unauthenticated(): "authentication_error",
+        errors.unauthenticated(): "invalid_request_error",
+        errors.no_model_of_name("x"): "invalid_request_error",
+        errors.allocation_used("x", 1): "insufficient_quota",
         errors.foreign_account(): "permission_error",
         errors.busy(): "rate_limit_error",
         errors.internal(): "server_error",

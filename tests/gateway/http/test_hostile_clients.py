@@ -26,7 +26,7 @@ def test_hundreds_of_hostile_connections_do_not_keep_the_others_out(tmp_path: Pa
         async with served(tmp_path, limits=UNLIMITED, **settings, **secure) as gateway:
             listener = gateway.server._listener
             async with besieged(gateway.port, source="127.0.0.2", connections=300, tls=tls):
-                assert listener._connections_of["127.0.0.2"] > 100
+                await until(lambda: listener._connections_of["127.0.0.2"] > 100, 10)  # TLS begins slowly on busy cores
                 fared = await go_on(gateway, context, clients=8, seconds=4)
             assert len(fared.seconds) > 50
             assert fared.failures == []

@@ -275,3 +275,28 @@ def test_what_no_decoder_looks_into_is_utf_8_as_well(size: int) -> None:
     assert decode_body(body % "ж".encode(), named).role == "user"
     with pytest.raises(ApiError, match="UTF-8"):
         decode_body(body % b"\xff", named)
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        (b'{"n": 1,\n}', "line 2, column 1: trailing comma in object"),
+        (b'{"text": "\xc3\xa9", n: 1}', "line 1, column 15: object keys must be strings"),
+        (b'{"n": NaN}', "line 1, column 7: invalid character"),
+        (b'{"n": 1}\n\n x', "line 3, column 2: trailing characters"),
+        (b'{"text": "a\n', "line 1, column 12: invalid character"),
+        (b'{"n": 1', "line 1, column 8: input data was truncated"),
+        (b'{\n"text": "a\xff"}', "line 2, column 11: no UTF-8"),
+        (b'{"n": 1, "free": {"a": "\xff"}}', "line 1, column 25: no UTF-8"),
+    ],
+)
+def test_malformed_json_is_found_by_line_and_column(body: bytes, place: str) -> None:
+    assert f"not valid JSON at {place}; send one JSON object" in refusal(body).message
+
+
+def test_a_field_that_is_nearly_one_is_asked_about() -> None:
+    assert "'texts' is not a field of this request; did you mean 'text'?" in refusal(b'{"texts": ""}').message
+    assert "'inner[0].sise' is not a field of this request; did you mean 'size'?" in (
+        refusal(b'{"inner": [{"sise": 1}]}').message
+    )
+    assert "leave it out" in refusal(b'{"colour": ""}').message

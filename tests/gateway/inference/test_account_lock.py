@@ -2,7 +2,9 @@ import asyncio
 import gc
 import threading
 
-from gateway.inference.account_lock import AccountLocks
+import pytest
+
+from gateway.inference.account_lock import LARGE_BODY_BYTES, AccountLocks
 from tests.support.served_gateway import looped
 from tests.support.waiting import forever, holds, turns
 
@@ -39,6 +41,31 @@ async def test_work_that_is_cancelled_gives_its_turn_away() -> None:
 
 
 @looped
+@pytest.mark.parametrize("fresh", [True, False])
+async def test_a_thread_whose_caller_has_left_holds_the_lock_until_it_ends(fresh: bool) -> None:
+    """An account whose calls come and go would else have all threads."""
+    locks, began, go = AccountLocks(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        go.wait(10)
+
+    async with asyncio.timeout(10):
+        left = asyncio.create_task(locks.run_in_thread("a", work, fresh=fresh))
+        await asyncio.to_thread(began.wait, 10)
+        left.cancel()
+        await asyncio.wait([left])
+        assert left.cancelled()
+        assert locks.lock("a").locked()
+        next_one = asyncio.create_task(locks.parse("a", LARGE_BODY_BYTES + 1, threading.get_ident))
+        await turns(20)
+        assert not next_one.done()
+        go.set()
+        assert await next_one != threading.get_ident()
+        assert not locks.lock("a").locked()
+
+
+@looped
 async def test_a_fresh_thread_ends_with_its_work_and_holds_the_lock_until_then() -> None:
     locks, began, go = AccountLocks(), threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
@@ -57,5 +84,6 @@ async def test_a_fresh_thread_ends_with_its_work_and_holds_the_lock_until_then()
         go.set()
         assert [await first, await second] == [1, 2]
         assert threads[0] is not threads[1]
-        await asyncio.to_thread(threads[1].join, 10)
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 10)
         assert not any(thread.is_alive() for thread in threads)

@@ -114,6 +114,21 @@ async def test_a_purge_gives_a_scope_that_finds_nothing_of_before(tmp_path: Path
 
 
 @looped
+async def test_a_purge_of_one_of_a_group_hides_what_all_have_cached_and_they_go_on_sharing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    ann, bob = await world.account("ann"), await world.account("bob")
+    for one in (ann, bob):
+        await world.settings(one, Settings(sharing=(ann, bob)))
+    epochs = []
+    for purged in (ann, ann, bob):
+        await world.accounts.purge_cache(purged)
+        mine, theirs = await world.scope(ann), await world.scope(bob)
+        assert (mine.id, mine.epoch) == (theirs.id, theirs.epoch)
+        epochs.append(mine.epoch)
+    assert epochs == sorted(set(epochs))
+
+
+@looped
 async def test_zero_retention_begins_with_a_purge(tmp_path: Path) -> None:
     world = World(tmp_path)
     ann = await world.account("ann")

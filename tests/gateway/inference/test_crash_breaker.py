@@ -14,7 +14,8 @@ def test_two_crashes_refuse_a_request_for_a_while() -> None:
     for crashes in range(CRASHES_MAX):
         assert suspects.crashes(b"a") == crashes
         assert not suspects.is_open(b"a")
-        suspects.record_crash(b"a")
+        suspects.record_crash(b"a", crashes)
+        suspects.record_crash(b"a", crashes)  # as of a second call of the same prompt
     assert suspects.is_open(b"a")
     assert not suspects.is_open(b"b")
     clock.now_s += CRASH_MEMORY_S + 1
@@ -24,7 +25,7 @@ def test_two_crashes_refuse_a_request_for_a_while() -> None:
 def test_only_the_latest_are_remembered() -> None:
     suspects = CrashBreaker(StoppedClock())
     for i in range(FINGERPRINTS_MAX + 10):
-        suspects.record_crash(b"%d" % i)
+        suspects.record_crash(b"%d" % i, i)
     assert suspects.crashes(b"9") == 0
     assert suspects.crashes(b"10") == 1
     assert suspects.crashes(b"%d" % (FINGERPRINTS_MAX + 9)) == 1

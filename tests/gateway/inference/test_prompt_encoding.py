@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from gateway.cluster.client import pack_token_ids
+from gateway.cluster.stream import pack_token_ids
 from gateway.text import control_tokens, encoding_cache
 from gateway.text.control_tokens import PlainTokenizer
 from gateway.text.encoding_cache import EncodingCache

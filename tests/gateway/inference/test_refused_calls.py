@@ -18,7 +18,7 @@ Refused = Callable[[Served], Awaitable[Answer]]
 REFUSED: dict[str, tuple[int, Refused]] = {
     "a wrong field": (400, lambda gateway: gateway.chat(n=0)),
     "no JSON": (400, lambda gateway: gateway.call(CHAT, b"{")),
-    "another model": (400, lambda gateway: gateway.chat(model="@cf/no/such")),
+    "another model": (404, lambda gateway: gateway.chat(model="@cf/no/such")),
     "a long prompt": (400, lambda gateway: gateway.chat(messages=[{"role": "user", "content": "x" * 500_000}])),
     "an empty batch": (400, lambda gateway: gateway.call(f"/ai/run/{MODEL}?queueRequest=true", {"requests": []})),
     "no batch": (404, lambda gateway: gateway.call(f"/ai/run/{MODEL}", {"request_id": "none"})),
@@ -45,7 +45,7 @@ async def test_a_refused_call_counts_as_a_request_of_the_minute(tmp_path: Path, 
 async def test_a_call_counts_once_however_it_ends(tmp_path: Path) -> None:
     async with served(tmp_path, limits=Limits(requests_per_minute=3)) as gateway:
         late = {"max_tokens": 1, "response_format": {"type": "json_object"}}
-        assert (await gateway.chat(**late)).code == 5024, "it was reserved before it was refused"
+        assert (await gateway.run(messages=HELLO, **late)).code == 5024, "it was reserved before it was refused"
         assert [(await gateway.chat(n=0)).status for _ in range(3)] == [400, 400, 429]
 
 

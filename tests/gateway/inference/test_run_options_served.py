@@ -115,7 +115,8 @@ async def _idle(gateway: Served) -> None:
     """All replicas say that nothing runs, and the gateway has heard it."""
     for replica in gateway.fleet.replicas:
         replica.load()
-    links = [known.connection for known in gateway.app._serving.context.fleet._replicas.values() if known.connection]
+    machines = gateway.app._serving.context.fleet._machines.values()
+    links = [one.connection for machine in machines for one in machine.replicas.values() if one.connection]
     await until(lambda: not any(link.sequences for link in links))
 
 

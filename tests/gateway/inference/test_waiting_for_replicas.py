@@ -161,7 +161,7 @@ async def test_a_call_that_is_not_to_wait_is_429_at_once_and_wakes_nothing(tmp_p
         answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, 3040, "3")
         gateway.fleet.move(0, MEMORY, toward=DEVICE, ready_ms=200)
-        await asyncio.sleep(0.05)
+        await until(lambda: gateway.app._serving.context.fleet.expected_s(MODEL) == 1)
         answer = await gateway.call(gateway.run_path + "?rejectIfBusy=true", {"prompt": "hello"})
         assert (answer.status, answer.code) == (429, 3040), "it would wait for the move's end"
         gateway.fleet.move(0, MEMORY, ready_ms=0)

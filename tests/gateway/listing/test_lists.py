@@ -12,6 +12,7 @@ from gateway.config import ModelEntryConfig, PriceConfig, SettingsError, load_co
 from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("one_day")
 FOLDER = str(Path(__file__).parents[3] / "engine" / "builtin_model")
@@ -139,6 +140,21 @@ async def test_a_context_window_is_what_the_replica_has(tmp_path: Path) -> None:
 
 
 @looped
+async def test_a_model_sees_where_its_replica_takes_images(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        fleet = gateway.app._serving.context.fleet
+        assert not fleet.takes_images(MODEL, True)  # a folder that sees, on a device where nothing encodes images
+        assert (fleet.takes_images(TRIAL, True), fleet.takes_images(TRIAL, False)) == (True, False)
+        gateway.behaviour.image_tokens = 256
+        gateway.fleet.replicas[0].die()
+        await until(lambda: fleet.takes_images(MODEL, False))
+        (stub,) = (await listed(gateway, "/ai/models/search?search=stub"))["result"]
+        assert {"property_id": "vision", "value": "true"} in stub["properties"]
+        (offer,) = (await listed(gateway, "/ai/models/search?format=openrouter&search=stub"))["data"]
+        assert offer["input_modalities"] == ["text", "image"]
+
+
+@looped
 async def test_openrouter_reads_dollars_for_a_token(tmp_path: Path) -> None:
     async with served(tmp_path, models=entries(), neuron_usd=0.00001) as gateway:
         (offer,) = (await listed(gateway, "/ai/models/search?format=openrouter&search=trial"))["data"]
@@ -219,6 +235,37 @@ async def test_an_alias_is_called_like_its_model_and_echoed(tmp_path: Path) -> N
         assert (await gateway.call("/ai/run/gpt-4o-mini", {"prompt": "hello", "max_tokens": 1})).status == 200
         await gateway.settled()
         assert [record.model for record in await gateway.records()] == [MODEL, MODEL]
+
+
+@looped
+async def test_the_end_of_a_name_finds_its_model_on_every_path_and_what_finds_none_is_told_what_is_alike(
+    tmp_path: Path,
+) -> None:
+    short, alike = MODEL.rpartition("/")[2], "gpt-5o-mini"
+    models = [entry(MODEL, aliases=["gpt-4o-mini"])]
+    async with served(tmp_path, models=models) as gateway:
+        for answer in (
+            await gateway.chat(model=short, max_tokens=1),
+            await gateway.call(f"/ai/run/{short}", {"prompt": "hello", "max_tokens": 1}),
+            await gateway.call("/ai/run", {"model": short, "input": {"prompt": "hello", "max_tokens": 1}}),
+            await gateway.call(f"/v1/models/{short}", b"", "GET"),
+            await gateway.call(f"/ai/models/schema?model={short}", b"", "GET"),
+        ):
+            assert answer.status == 200, answer.content
+        await gateway.settled()
+        assert {record.model for record in await gateway.records()} == {MODEL}
+        for answer in (
+            await gateway.chat(model=alike),
+            await gateway.call(f"/ai/run/{alike}", {"prompt": "hello"}),
+            await gateway.call("/ai/run", {"model": alike, "input": {"prompt": "hello"}}),
+            await gateway.call(f"/v1/models/{alike}", b"", "GET"),
+            await gateway.call(f"/ai/models/schema?model={alike}", b"", "GET"),
+        ):
+            assert "did you mean gpt-4o-mini?" in answer.message
+        grant = Grant(models=(BUILT_IN,))
+        _, narrow = await gateway.accounts.mint(gateway.account_id, "narrow", grant=grant)
+        hidden = await gateway.call("/ai/run/gpt-5o-mini", {"prompt": "x"}, authorization=f"Bearer {narrow}")
+        assert "did you mean" not in hidden.message
 
 
 @looped

@@ -22,6 +22,7 @@ UNSAID = re.compile(
     r"'model' differs|goes with|go with|both say|say the same|send one|needs either|is missing; give|belongs to"
     r"|nested too deeply|are no JSON|is no JSON schema|not the text of a JSON|nothing is stored|is twice|is none of"
     r"|send 'text', or 'contexts'|more than \d+ bytes|only parts of type|tool_choice|the name|grammar|control char"
+    r"|not valid base64|no data: URI|an 'image' needs"
 )
 # What asks for nothing that is not done anyway is accepted, whatever the schema says of the field.
 NOTHING = (False, 0, "", [], {})

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from gateway.observability.logging import configure_logging
+from gateway.telemetry_settings import LogConfig
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def written() -> io.StringIO:
 
 def test_an_event_is_one_json_line_with_its_fields(written: io.StringIO) -> None:
     root = logging.getLogger("a test's root")
-    configure_logging(written, "json", root)
+    configure_logging(written, LogConfig(format="json"), root)
     root.info("request_ended", extra={"fields": {"model": "@cf/a/b", "total_ms": 1.5}})
     line = json.loads(written.getvalue())
     assert line.pop("time") > 1.7e9
@@ -24,7 +25,7 @@ def test_an_event_is_one_json_line_with_its_fields(written: io.StringIO) -> None
 
 def test_an_exception_is_in_its_line(written: io.StringIO) -> None:
     root = logging.getLogger("another root")
-    configure_logging(written, "json", root)
+    configure_logging(written, LogConfig(format="json"), root)
     try:
         raise ValueError("two\nlines")
     except ValueError:
@@ -36,7 +37,7 @@ def test_an_exception_is_in_its_line(written: io.StringIO) -> None:
 
 def test_text_is_for_people(written: io.StringIO) -> None:
     root = logging.getLogger("a third root")
-    configure_logging(written, "text", root)
+    configure_logging(written, LogConfig(format="text"), root)
     root.info("request_ended", extra={"fields": {"model": "@cf/a/b", "total_ms": 1.5, "why": "two words"}})
     try:
         raise ValueError("wrong")
@@ -52,7 +53,7 @@ def test_what_is_no_terminal_gets_json_by_itself(written: io.StringIO, monkeypat
     for terminal in (False, True):
         monkeypatch.setattr(os, "isatty", lambda number, terminal=terminal: terminal)
         root = logging.getLogger(f"a root of {terminal}")
-        configure_logging(written, "auto", root)
+        configure_logging(written, LogConfig(format="auto"), root)
         root.info("started")
     first, second = written.getvalue().splitlines()
     assert json.loads(first)["event"] == "started"

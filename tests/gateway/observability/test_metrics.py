@@ -3,7 +3,9 @@ import time
 from pathlib import Path
 from typing import cast
 
-from engine.protocol.types import Residency
+from engine.protocol.frames import PROTOCOL_VERSION
+from engine.protocol.types import RankLoad, Residency
+from gateway import __version__
 from gateway.app import build_app
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.observability.metrics import OUTCOMES_MAX, Metrics
@@ -20,6 +22,7 @@ from tests.support.stub_replica import MODEL, StubFleet
 from tests.support.waiting import until
 
 OPERATOR = Grant((Permission.OPERATOR,))
+SCRAPER = Grant((Permission.METRICS_READ,))
 
 
 def test_a_request_is_counted_once_with_its_tokens() -> None:
@@ -112,6 +115,40 @@ async def test_only_the_operator_sees_accounts_and_how_full_replicas_are(tmp_pat
 
 
 @looped
+async def test_a_token_for_metrics_reads_them_from_anywhere_and_does_nothing_else(tmp_path: Path) -> None:
+    async with served(tmp_path, metrics_networks=["10.0.0.0/8"]) as gateway:
+        await gateway.run(prompt="hello", max_tokens=3)
+        await gateway.settled()
+        assert (await gateway.call("/metrics", b"", "GET", authorization="")).status == 404
+        assert (await gateway.call("/metrics", b"", "GET")).status == 404
+        _, scraper = await gateway.accounts.mint(gateway.account_id, "prometheus", grant=SCRAPER)
+        bearer = {"authorization": f"Bearer {scraper}"}
+        answer = await gateway.call("/metrics", b"", "GET", **bearer)
+        assert answer.status == 200
+        assert f'hearth_account_requests_total{{account="{gateway.account_id}"' in answer.content.decode()
+        assert b"hearth_replica_waiting" in answer.content
+        for path, method, status in (
+            (gateway.run_path, "POST", 403), ("/v1/models", "GET", 403), ("/client/v4/operator/accounts", "GET", 404),
+            (f"/client/v4/accounts/{gateway.account_id}/usage", "GET", 403),
+            (f"/client/v4/accounts/{gateway.account_id}/tokens", "GET", 403),
+        ):  # fmt: skip
+            assert (await gateway.call(path, {"prompt": "hello"}, method, **bearer)).status == status, path
+
+
+@looped
+async def test_what_runs_here_is_told_to_everybody(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        told = await gateway.call("/version", b"", "GET", authorization="", host="10.1.2.3")
+        assert told.json == {
+            "name": "hearth",
+            "version": __version__,
+            "protocol": PROTOCOL_VERSION,
+        }
+        for path in ("/health", "/healthz"):
+            assert (await gateway.call(path, b"", "GET", authorization="")).json == {"alive": True}
+
+
+@looped
 async def test_a_refusal_counts_for_its_account_and_limit(tmp_path: Path) -> None:
     async with served(tmp_path, limits=Limits(requests_per_minute=1)) as gateway:
         assert [(await gateway.run(prompt="hello", max_tokens=1)).status for _ in range(3)] == [200, 429, 429]
@@ -139,7 +176,7 @@ async def test_while_the_store_is_away_the_operator_reads_what_everybody_may(tmp
 
 def test_what_waits_in_the_outbox_is_counted_and_what_is_damaged_is_seen(tmp_path: Path) -> None:
     metrics, quota = Metrics(10), Quota(cast(QuotaStore, None), tmp_path)
-    metrics.watch(["@cf/a/b"], ReplicaFleet([]), StoreHealth(), quota, Reconciler(cast(Store, None)), tmp_path)
+    metrics.watch(lambda: ["@cf/a/b"], ReplicaFleet([]), StoreHealth(), quota, Reconciler(cast(Store, None)), tmp_path)
     (tmp_path / "one.outbox").write_bytes(b"x" * 300)
     (tmp_path / "two.outbox").write_bytes(b"x" * 30)
     (tmp_path / "three.damaged").write_bytes(b"x")
@@ -174,7 +211,7 @@ async def test_what_machines_hold_and_move_is_told_to_the_operator_and_where_mod
             gateway.fleet.move(index, Residency.MEMORY, ready_ms=300, quarantined=index == 1)
         fleet = gateway.app._serving.context.fleet
         await until(lambda: not fleet.serves(MODEL) and fleet.replicas()[1].state.quarantined)
-        gateway.fleet.replicas[0].load(blocks=77)
+        gateway.fleet.replicas[0].load(blocks=77, ranks=[RankLoad(30, 1500, 700), RankLoad(30, 500, 800)])
         call = asyncio.create_task(gateway.run(prompt="hello", max_tokens=2))
         await until(lambda: fleet.waiting(MODEL) == 1 and fleet.replicas()[0].load is not None)
         everybody = (await gateway.call("/metrics", b"", "GET", authorization="")).content.decode()
@@ -195,6 +232,9 @@ async def test_what_machines_hold_and_move_is_told_to_the_operator_and_where_mod
             f'hearth_device_budget_bytes{{device="0",{machine}}} 600.0',
             f"hearth_host_held_bytes{{{machine}}} 70.0",
             f"hearth_host_budget_bytes{{{machine}}} 90.0",
+            f'hearth_rank_steps_total{{{machine},model="{MODEL}",rank="1"}} 30.0',
+            f'hearth_rank_waited_seconds_total{{{machine},model="{MODEL}",rank="0"}} 1.5',
+            f'hearth_rank_device_bytes{{{machine},model="{MODEL}",rank="1"}} 800.0',
         ):
             assert line + "\n" in text, line
         gateway.fleet.move(0, Residency.DEVICE)

@@ -127,8 +127,8 @@ def dashboard() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
-    """What the operator reads once there were an answer, a refusal by a limit, a wait for a model, a certificate and a
-    replica's word."""
+    """What the operator reads once there were an answer, a refusal by a limit, a wait for a model, a certificate, a
+    prompt that another replica could compute and a replica's word."""
     folder = tmp_path_factory.mktemp("gateway")
 
     async def scrape() -> Exposed:
@@ -137,6 +137,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
             for _ in range(3):
                 await gateway.run(prompt="hello", max_tokens=3)
             gateway.app._serving.context.metrics.observe_wake_wait(MODEL, 0.3)
+            gateway.app._serving.context.fleet.counters.prefills[MODEL]["local"] += 1
             await gateway.settled()
             return await _scraped(gateway)
 

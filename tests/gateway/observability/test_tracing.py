@@ -49,6 +49,18 @@ async def test_a_request_is_one_span_with_genai_names_and_no_content(tmp_path: P
     assert seen == f"00-{span.context.trace_id:032x}-{span.context.span_id:016x}-01"
 
 
+@pytest.mark.parametrize(("collector", "spans"), [("eu", 1), ("us", 0), ("", 0)])
+def test_a_call_leaves_a_span_only_where_the_collector_is_in_its_regions(collector: str, spans: int) -> None:
+    exporter = InMemorySpanExporter()
+    tracer = RequestTracer(exporter, region=collector)
+    bound = tracer.start_span("m", {b"traceparent": PARENT.encode()}, regions=("eu", "eu-2"))
+    bound.end(CallUsage(outcome="done"))
+    assert bool(bound.traceparent) is bool(spans), "its replica leaves none either"
+    tracer.start_span("m", {}).end(CallUsage(outcome="done"))
+    tracer.close()
+    assert len(exporter.get_finished_spans()) == spans + 1
+
+
 @looped
 async def test_a_request_for_vectors_is_one_span_whatever_its_texts(tmp_path: Path) -> None:
     exporter = InMemorySpanExporter()

@@ -76,7 +76,7 @@ def doubled(change: str, begin: str = "'aa'") -> str:
     ],
 )
 def test_nothing_huge_is_built(source: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     tracemalloc.start()
     try:
         with pytest.raises(TemplateError, match="cannot render"):
@@ -84,7 +84,7 @@ def test_nothing_huge_is_built(source: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 * TEXT_CHARS_MAX
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - began < 10, "one operation has no time limit"
+    assert time.thread_time() - began < 10, "one operation has no time limit"
 
 
 def test_what_templates_do_is_not_hindered() -> None:

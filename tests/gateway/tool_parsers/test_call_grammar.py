@@ -36,7 +36,7 @@ PLAN = {
 }
 ALL = [*TOOLS, tool("plan", PLAN), tool("no-parameters", {"type": "object", "properties": {}})]
 SCHEMAS = {one["function"]["name"]: one["function"]["parameters"] for one in ALL}
-UNMISTAKABLE = [name for name in FORMAT_NAMES if name not in ("ember", "llama3_json", "pythonic")]
+UNMISTAKABLE = [name for name in FORMAT_NAMES if name not in ("ember", "harmony", "llama3_json", "pythonic")]
 
 
 def vocabularies(format: str) -> list[Vocabulary]:
@@ -154,7 +154,7 @@ def test_a_message_without_a_line_is_no_tools_fault() -> None:
 def test_names_cannot_break_out_of_a_grammar(format: str) -> None:
     nasty = 'x"\n// "other"\nstart: /.*/ \\'
     model = TOOL_FORMATS[format].with_tokens(built_in().added)
-    if format in ("pythonic", "qwen_coder", "kimi", "deepseek", "deepseek_fenced", "mistral_named"):
+    if format in ("pythonic", "qwen_coder", "kimi", "harmony", "deepseek", "deepseek_fenced", "mistral_named"):
         with pytest.raises(ApiError, match="its name may have letters"):
             model.grammar([tool(nasty, WEATHER)], REQUIRED, True)
         return

@@ -13,9 +13,9 @@ from msgspec import structs
 from tenants.auth import accounts as module
 from tenants.auth.accounts import AccountService
 from tenants.auth.api_token import DIGITS, checksum, parse_token
-from tenants.auth.errors import AccountSuspended, MalformedToken, NotFound, Unauthenticated, UnknownToken
+from tenants.auth.errors import AccountSuspended, MalformedToken, NameInUse, NotFound, Unauthenticated, UnknownToken
 from tenants.open import open_store
-from tenants.records.accounts import DEFAULT_PLAN, Settings
+from tenants.records.accounts import DEFAULT_PLAN, Account, Settings
 from tenants.records.batches import BatchJob
 from tenants.records.grants import Grant
 from tenants.records.limits import Limits
@@ -28,7 +28,8 @@ BASE62 = string.digits + string.ascii_letters
 
 async def minted(accounts: AccountService, **options: Any) -> tuple[str, str]:
     """Account id and the text of its first ApiToken."""
-    account = await accounts.create("ann")
+    others = len(await accounts.list())
+    account = await accounts.create(f"ann {others}" if others else "ann")
     _, text = await accounts.mint(account.id, "laptop", **options)
     return account.id, text
 
@@ -278,6 +279,40 @@ async def test_an_unknown_account_or_token_is_named_in_the_error(accounts: Accou
             await call()
     with pytest.raises(NotFound, match="nothing"):
         await accounts.revoke("nothing")
+
+
+async def test_an_account_is_found_by_id_and_by_name(accounts: AccountService) -> None:
+    acme = await accounts.create("Acme")
+    for reference in (acme.id, "Acme", "acme", " ACME "):
+        assert await accounts.find(reference) == acme
+    for unknown in ("acm", "", "f" * 32, acme.id.upper(), "a/b"):
+        with pytest.raises(NotFound, match="hearth accounts list"):
+            await accounts.find(unknown)
+
+
+async def test_a_name_means_this_cells_account_whatever_copies_of_others_are_called(
+    accounts: AccountService, store: Store
+) -> None:
+    await store.accounts.add(Account("e" * 32, "acme", Limits(), 1, home="eu"))
+    assert (await accounts.find("acme")).home == "eu"
+    own = await accounts.create("Acme")
+    assert (await accounts.find("acme")).id == own.id
+    with pytest.raises(NameInUse) as taken:
+        await accounts.create("acme")
+    assert taken.value.account_id == own.id
+
+
+async def test_a_name_that_is_taken_or_looks_like_an_id_is_refused(accounts: AccountService) -> None:
+    acme, beta = await accounts.create("acme"), await accounts.create("beta")
+    with pytest.raises(NameInUse, match="'ACME'") as taken:
+        await accounts.create("ACME")
+    assert taken.value.account_id == acme.id
+    with pytest.raises(NameInUse):
+        await accounts.update(beta.id, lambda account: structs.replace(account, name="Acme"))
+    assert (await accounts.get(beta.id)) == beta
+    for name in (acme.id, "F" * 32, f" {beta.id} "):
+        with pytest.raises(ValueError, match="id"):
+            await accounts.create(name)
 
 
 async def test_accounts_and_tokens_are_listed_oldest_first(accounts: AccountService, clock: Any) -> None:

@@ -24,6 +24,14 @@ def test_a_key_may_take_its_room_at_once_and_then_its_rate() -> None:
     assert rate.take("a") > 0, "room does not add up"
 
 
+def test_what_fills_the_room_exactly_passes_at_any_time() -> None:
+    """Sums of large times are rounded: room that is there by a hair less is there."""
+    rng, clock = random.Random(1), StoppedClock()
+    for _ in range(5000):
+        clock.now_s = 1e6 * rng.random()
+        assert LocalRate(per_s=1 / 60, room=1, clock=clock).take("a") == 0.0, clock.now_s
+
+
 def test_in_any_time_no_more_passes_than_room_and_rate_allow() -> None:
     seed = random.randrange(1 << 32)
     rng, clock = random.Random(seed), StoppedClock()

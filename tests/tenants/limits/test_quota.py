@@ -1,6 +1,7 @@
 """Reservations from the gateway's side, on both stores."""
 
 import asyncio
+import dataclasses
 import random
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from tenants.limits.quota import Quota
 from tenants.limits.reservation import CallUsage, NeuronPrice, QuotaRequest, Reservation
 from tenants.open import open_store
 from tenants.records.accounts import DEFAULT_PLAN
+from tenants.records.holds import Hold
 from tenants.records.limits import Limits
 from tenants.records.usage import EXPIRED, MICRO, Totals
 from tenants.store.protocol import Store, StoreUnavailable
@@ -110,6 +112,18 @@ async def test_tokens_are_charged_and_not_requests(quota: Quota, store: Store, n
         3.5,
         20.5,
     )
+
+
+async def test_what_a_strict_plan_reserves_is_held_strictly(
+    quota: Quota, store: Store, new_caller: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, held = await new_caller(), []
+    reserve = store.quotas.reserve
+    monkeypatch.setattr(store.quotas, "reserve", lambda hold: held.append(hold.strict) or reserve(hold))
+    await reserved(quota, caller, "open")
+    account = structs.replace(caller.account, plan=structs.replace(caller.account.plan, strict=True))
+    await reserved(quota, dataclasses.replace(caller, account=account), "strict")
+    assert held == [False, True]
 
 
 async def test_a_reservation_is_settled_once(quota: Quota, store: Store, new_caller: Any, clock: Any) -> None:
@@ -718,6 +732,29 @@ async def test_a_request_that_the_store_never_heard_of_leaves_no_record(
     await store.close()
 
 
+@pytest.mark.parametrize("error", [StoreUnavailable("late", unsure=True), asyncio.CancelledError()])
+async def test_what_is_made_again_under_its_id_is_charged_though_nobody_heard_that_it_was_granted(
+    store: Store, new_caller: Any, clock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A request of a batch. Were it settled as unused, its next tries would be refused as recorded, or run for free."""
+    caller, quota = await new_caller(), Quota(store.quotas, tmp_path / "outbox", clock)
+    demand, reserve = QuotaRequest(MODEL, PRICE, 40, 10), store.quotas.reserve
+
+    async def unheard(hold: Hold) -> None:
+        await reserve(hold)
+        raise error
+
+    monkeypatch.setattr(store.quotas, "reserve", unheard)
+    with pytest.raises(type(error)):
+        await quota.reserve(caller, "item", demand, again=True)
+    monkeypatch.setattr(store.quotas, "reserve", reserve)
+    await quota.flush()
+    reservation = await quota.reserve(caller, "item", demand, again=True)
+    quota.settle(reservation, DONE)
+    await quota.flush()
+    assert await balanced(store, caller, clock.day) == Totals(1, DONE_COST, 40, 32, 5)
+
+
 async def caller_of(store: Store) -> Caller:
     """A new account's, in a store that goes by its own clock."""
     accounts = AccountService(store, SECRET)
@@ -735,7 +772,7 @@ async def test_a_refusal_that_no_waiting_helps_says_so(accounts: AccountService,
         (Limits(requests_per_minute=1), 0, False),
     ]
     for limits, tokens, lasting in cases:
-        account = await accounts.create("bob", limits)
+        account = await accounts.create(f"bob {limits.neurons_per_day} {tokens}", limits)
         _, text = await accounts.mint(account.id, "laptop")
         caller, demand = await accounts.verify(text), QuotaRequest("@cf/a/b", NeuronPrice(0, 0, 4000), tokens, tokens)
         if not lasting:

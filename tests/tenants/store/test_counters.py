@@ -159,7 +159,7 @@ async def test_usage_is_told_apart_by_tags_up_to_a_limit(store: Store, clock: An
 async def test_usage_of_many_accounts_is_summed_by_the_columns_that_are_asked_for(store: Store, clock: Any) -> None:
     day = clock.day
     for account_id in (ANN, BOB):
-        await store.accounts.add(Account(account_id, "x", Limits(), 1))
+        await store.accounts.add(Account(account_id, account_id, Limits(), 1))
         made = [structs.replace(tagged(f"r{n}", day, f"t{n % 3}"), account_id=account_id) for n in range(6)]
         await store.quotas.settle([structs.replace(one, token_id=f"k{n % 2}") for n, one in enumerate(made)])
     usage = store.quotas.usage

@@ -11,17 +11,18 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.execution.step_loop import StepLoop
 from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.frames import Reject, SequenceFinished, SequenceStarted, Submit
 from engine.protocol.types import FinishReason, Pooling, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.encoder_scheduler import EncoderScheduler
-from engine.scheduling.sequence import Sequence
+from engine.scheduling.step_loop import StepLoop
 from engine.scheduling.token_budget import SchedulerConfig
-from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.sequences.sequence import Sequence
+from engine.sequences.validation import RequestValidator, SubmitRejected
 from engine.step.encoder_layout import POOLINGS, unpack_texts
 from engine.step.executor import InflightStep, RunnerOutput
-from engine.step.layout import ExecutorLimits, Int32s
+from engine.step.layout import Int32s
+from engine.step.limits import ExecutorLimits
 
 VOCABULARY = 1000
 CONTEXT_TOKENS = 64
@@ -76,7 +77,7 @@ class Simulation:
     def __post_init__(self) -> None:
         config = SchedulerConfig(self.step_tokens, self.step_tokens, self.sequences, self.waiting)
         self.limits = ExecutorLimits(
-            CONTEXT_TOKENS, VOCABULARY, 0, self.step_tokens, self.step_tokens, self.sequences, self.depth
+            CONTEXT_TOKENS, VOCABULARY, (), self.step_tokens, self.step_tokens, self.sequences, self.depth
         )
         self.scheduler = EncoderScheduler(config, lambda: self.seconds)
         self.loop = StepLoop(self, self.scheduler)

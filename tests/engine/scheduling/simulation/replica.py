@@ -9,29 +9,37 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from engine.execution.step_loop import StepLoop
+from engine.kv_blocks.block_pool import BlockPool, WakeExtents, blocks_of
+from engine.kv_blocks.kv_manager import KVManager
+from engine.kv_blocks.windowed_group import WindowedGroup
 from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.frames import Reject, SequenceFinished, SequenceStarted, StepOutputs, Submit, TokenLogprobs
 from engine.protocol.types import FinishReason, RejectReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
-from engine.replica.open_scheduler import publish_prefixes
+from engine.replica.public_prefixes import publish_prefixes
 from engine.scheduling.best_effort import IDLE_STEP_ROWS, STEP_SLACK
-from engine.scheduling.block_pool import BlockPool, WakeExtents, blocks_of
-from engine.scheduling.kv_manager import KVManager
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY, Scheduler
-from engine.scheduling.sequence import DEFAULT_TERMS, FORCED_MAX, GrammarMatcher, Sequence, SequenceState
+from engine.scheduling.step_loop import StepLoop
 from engine.scheduling.step_plan import StepPlan
 from engine.scheduling.token_budget import SchedulerConfig
-from engine.scheduling.validation import RequestValidator, SubmitRejected
+from engine.sequences.sequence import DEFAULT_TERMS, FORCED_MAX, GrammarMatcher, Sequence, SequenceState
+from engine.sequences.validation import RequestValidator, SubmitRejected
 from engine.step.cost_model import CostModel
-from engine.step.executor import InflightStep, RunnerOutput
+from engine.step.executor import CopyOutcome, InflightStep, RunnerOutput
 from engine.step.layout import Int32s, unpack_step
+from engine.tiers.disk_blocks import DiskBlocks
+from engine.tiers.host_blocks import HostBlocks
+from prefixcache.names import BlockNames
 from prefixcache.namespace import CacheShare
+from prefixcache.tier import TierIndex
 from prefixcache.tree import PrefixTree
+from tests.engine.scheduling.simulation.windows import WindowSize, WindowStamps
 from tests.support.stamp_engine import PUBLIC, Claim, Rule, StampFlight, Stamps, logprobs_of, solo
+from tests.support.stamp_tier import StampFiles, StampTier
 
 
 @dataclass(slots=True)
@@ -114,11 +122,14 @@ class RuleCompilation:
     def done(self) -> bool:
         return self.clock() >= self.done_s
 
-    def new_matcher(self, stop_ids: frozenset[int]) -> RuleMatcher:
+    def new_matcher(self, stop_ids: frozenset[int], given: Items[int] = ()) -> RuleMatcher:
         assert self.done
         if self.rule is None:
             raise SubmitRejected(RejectReason.GRAMMAR, "told to")
-        return RuleMatcher(self.rule, self.vocabulary, self.cost_us)
+        matcher = RuleMatcher(self.rule, self.vocabulary, self.cost_us)
+        for token in given:
+            matcher.accept(token)
+        return matcher
 
 
 def masks_of(matchers: Items[GrammarMatcher | None]) -> Int32s:
@@ -158,11 +169,28 @@ class Simulation:
         extent_blocks: int | None = None,
         mapped: Items[int] | None = None,
         least: int | None = None,
+        windows: Items[WindowSize] = (),
+        host_slots: int | None = None,
+        loading_looks: Callable[[], int] = int,
+        disk_places: int | None = None,
+        disk_fault: Callable[[], CopyOutcome | None] = lambda: None,
     ) -> None:
-        """None: one extent; all of them are mapped; and no block is ever without memory."""
+        """None: one extent; all of them are mapped; no block is ever without memory; and host and disk take in nothing.
+        loading_looks: how often they are asked for a load in vain."""
         self.stamps = Stamps(blocks, block_tokens, context_tokens, vocabulary, stop_ids, extent_blocks, mapped, depth)
         self.limits, self.costs = self.stamps.limits, costs
-        self.tree = PrefixTree(blocks, block_tokens, lambda: self.seconds)
+        names = None if host_slots is None else BlockNames(bytes(32))
+        self.tree = PrefixTree(blocks, block_tokens, lambda: self.seconds, names)
+        self.tier = StampTier(self.stamps, host_slots or 0, loading_looks)
+        self.host: HostBlocks[Sequence] | None = None
+        if host_slots is not None:
+            self.host = HostBlocks(TierIndex(0, lambda: self.seconds), block_tokens, 100)
+            if disk_places is not None:
+                self.tier.files = files = StampFiles(self.tier, disk_places, loading_looks, disk_fault)
+                index = TierIndex(0, lambda: self.seconds)
+                self.host.disk = DiskBlocks(
+                    index, self.host.index, files, self.tier.copied, lambda: self.seconds, block_bytes=100
+                )
         self.account = BlockPool(blocks, extent_blocks, self.stamps.mapped, least)
         self.depth, self.extent_blocks = depth, self.stamps.extent_blocks
         self.blocks, self.block_tokens = blocks, block_tokens
@@ -171,10 +199,21 @@ class Simulation:
         self.meanwhile: Callable[[], None] = lambda: None
         self.masking: Callable[[float], None] = lambda took_us: None  # hears what a step's masks took
         prompt_tokens = prompt_step_tokens or step_tokens
-        self.config = SchedulerConfig(step_tokens, prompt_tokens, sequences, waiting, gap_ms, costs)
+        self.config = SchedulerConfig(
+            step_tokens, prompt_tokens, sequences, waiting, gap_ms, costs, groups=1 + len(windows)
+        )
         self.seconds = 0.0
-        self.scheduler = Scheduler(KVManager(self.tree, self.account), self.config, lambda: self.seconds)
-        self.loop = StepLoop(self, self.scheduler, self.stamps, self._mask)
+        self.windows = [WindowStamps(size, block_tokens) for size in windows]
+        groups = [
+            WindowedGroup(index, each.layout.span, block_tokens, each.new_pool(), lambda: self.seconds)
+            for index, each in enumerate(self.windows)
+        ]
+        kv = KVManager(self.tree, self.account, groups, self.host)
+        self.scheduler = Scheduler(kv, self.config, lambda: self.seconds)
+        self.memories = [self.stamps, *self.windows]
+        self.loop = StepLoop(self, self.scheduler, self.memories, self._mask, self.tier)
+        assert self.loop.extents is not None
+        self.extents = self.loop.extents
         self.door = RequestValidator(
             self.stamps.revision,
             self.stamps.layout.name,
@@ -256,8 +295,9 @@ class Simulation:
 
     @property
     def compiling(self) -> bool:
-        """Whether something waits for its grammar."""
-        return bool(self.scheduler.intake.waiting._compiling)
+        """Whether something waits for its grammar, or for a disk."""
+        waiting = self.scheduler.intake.waiting
+        return bool(waiting._compiling or waiting.fetching)
 
     def _mask(self, flight: InflightStep, matchers: list[GrammarMatcher | None]) -> None:
         masks_MW = masks_of(matchers)
@@ -317,42 +357,41 @@ class Simulation:
         """What is kept. Where it fails, it is awake as before."""
         self.land()
         self.scheduler.preempt_all()
-        mapped = self.stamps.mapped
-        kept = self.scheduler.kv.sleep(max_kept_blocks)
-        self.stamps.zero(self.scheduler.kv.take_unerased())
+        mapped = [memory.mapped for memory in self.memories]
+        kept = self.extents.sleep(max_kept_blocks)
+        self.loop.zero_freed()
         if fails:
-            self.scheduler.kv.finish_wake(WakeExtents(mapped, kept))
+            self.extents.finish_wake([*map(WakeExtents, mapped, kept)])
         else:
-            self.stamps.sleep(kept)
-        self.moves.update(sleeps=not fails, failed_sleeps=fails, kept_blocks=len(kept))
+            self.stamps.sleep(kept[:1])
+            for window, blocks in zip(self.windows, kept[1:], strict=True):
+                window.give_back(blocks)
+        self.moves.update(sleeps=not fails, failed_sleeps=fails, kept_blocks=sum(map(len, kept)))
         self.listen()
-        return kept
+        return kept[0]
 
     def wake(self, extents: int = 0, fails: bool = False) -> None:
         """Where it fails, it sleeps as before."""
-        waking = self.scheduler.kv.pool.plan_wake(extents)
+        waking = self.extents.plan_wake([extents] * len(self.memories))
         if not fails:
-            self.stamps.wake(waking.extents, waking.restore)
-            self.scheduler.kv.finish_wake(waking)
+            self.stamps.wake([waking[0].extents], [waking[0].restore])
+            for window, plan in zip(self.windows, waking[1:], strict=True):
+                window.come_back(plan.extents, plan.restore)
+            self.extents.finish_wake(waking)
         self.moves.update(wakes=not fails, failed_wakes=fails)
         self.listen()
 
-    def grow(self, count: int) -> None:
-        extents = self.scheduler.kv.pool.extents_to_grow(count)
-        self.stamps.map(extents)
-        self.scheduler.kv.grow(extents)
+    def grow(self, count: int, group: int = 0) -> None:
+        extents = self.scheduler.kv.pools[group].extents_to_grow(count)
+        self.loop.grow(extents, group)
         self.loop.sweep()
         self.moves["grown_extents"] += len(extents)
         self.listen()
 
-    def shrink(self, count: int) -> int:
+    def shrink(self, count: int, group: int = 0) -> int:
         """How many extents it gave up."""
         self.land()
-        shrinking = self.scheduler.kv.shrink(count)
-        self.stamps.zero(self.scheduler.kv.take_unerased())
-        self.stamps.copy(shrinking.sources, shrinking.targets)
-        self.stamps.zero(shrinking.secret)
-        self.stamps.unmap(shrinking.extents)
+        shrinking = self.loop.shrink(count, group)
         self.moves.update(shrunk_extents=len(shrinking.extents), copied_blocks=len(shrinking.sources))
         self.moves["copied_secrets"] += len(shrinking.secret)
         self.listen()
@@ -367,6 +406,8 @@ class Simulation:
         self._assert_live_first(plan)
         self.moves["bounded_rows"] += sum(sequence.row_turn > 0 for sequence in plan.sequences)
         self._assert_flights_apart()
+        for index, window in enumerate(self.windows):
+            window.launch(index, plan, self.block_tokens)
         self.stamps.claims = [self._claim(sequence) for sequence in plan.sequences]
         self.stamps.glitch, self._lost = glitch, set()
         flight = self.stamps.launch(plan.packed)
@@ -377,7 +418,7 @@ class Simulation:
     def _note_not_finite(self, plan: StepPlan, sampled: RunnerOutput) -> None:
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             if row >= 0 and sampled.tokens_R[row] < 0:
-                slots = (~self.stamps.finite_K).nonzero()[0]
+                slots = (~self.stamps.finite_GK).any(0).nonzero()[0]
                 self._not_finite.setdefault(sequence, set()).update((slots // self.block_tokens).tolist())
 
     def step(self) -> bool:
@@ -567,6 +608,7 @@ class Simulation:
 
     def _assert_erased(self) -> None:
         """No secret is in a free block, nor in one that somebody else holds."""
+        assert self.host is None or not self.host.index._unerased, "a slot is free and was not erased"
         secret = self.stamps.secret_blocks()
         assert secret.isdisjoint(self.account._free), "a block is free and was not erased"
 
@@ -579,10 +621,10 @@ class Simulation:
         batch = unpack_step(younger.packed)
         for index, sequence in enumerate(younger.sequences):
             start, end = batch.query_starts_S1[index : index + 2].tolist()
-            writers |= {slot // self.block_tokens: sequence for slot in batch.slots_T[start:end].tolist()}
+            writers |= {slot // self.block_tokens: sequence for slot in batch.slots_GT[0, start:end].tolist()}
         batch = unpack_step(older.packed)
         for index, sequence in enumerate(older.sequences):
-            for block in batch.tables_SW[index, : -(-int(batch.contexts_S[index]) // self.block_tokens)].tolist():
+            for block in batch.tables_GSW[0][index, : -(-int(batch.contexts_S[index]) // self.block_tokens)].tolist():
                 assert writers.get(block, sequence) is sequence, f"block {block} is written while it is read"
 
     def _assert_not_matched_again(self, sequence: Sequence) -> None:
@@ -609,7 +651,8 @@ class Chaos:
     failing steps, devices without memory, numbers that are not finite, tiny pools whose memory comes and goes, sleeps.
     Everything follows from the seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **more: Any) -> None:
+        """`more`: what else its simulation gets."""
         self.random = pick = random.Random(seed)
         block_tokens, blocks = pick.choice([1, 2, 3, 4]), pick.randint(3, 30)
         self.motion = pick.choice([0.0, 0.1, 0.5])
@@ -635,6 +678,7 @@ class Chaos:
             public=public if 0 < len(public[0]) <= least // 2 * block_tokens and pick.random() < 0.4 else [],
             extent_blocks=extent_blocks,
             least=least,
+            **more,
         )
         self.terms = {
             scope.account or scope.id: SchedulingTerms(
@@ -719,6 +763,10 @@ class Chaos:
             presence_penalty=pick.choice([0.0, 0.0, 0.5]),
             logprobs=pick.choice([None, None, 0, 2]),
         )
+        rule = Rule(pick.randint(1, 24)) if pick.random() < self.ruled else None
+        if rule is None:
+            endless, early = pick.random() < 0.1, pick.choice([0, 0, 0, 1, 3])
+            sampling = msgspec.structs.replace(sampling, ignore_eos=endless, min_tokens=early)
         terms = self.terms[scope.account or scope.id]
         if pick.random() < self.background:
             terms = msgspec.structs.replace(terms, background=True)
@@ -734,7 +782,7 @@ class Chaos:
                 stop_ids=[1] if pick.random() < 0.2 else [],
                 terms=terms,
                 deadline_ms=pick.choice(self.deadlines_ms),
-                rule=Rule(pick.randint(1, 24)) if pick.random() < self.ruled else None,
+                rule=rule,
                 compiles=pick.random() < 0.95,
                 compiling_s=pick.choice([0, 0, 1, 5, 30]),
                 mask_us=pick.choice([lambda written: 0.0, lambda written: 1e6, lambda written: 3e5 * written]),

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.protocol.types import FinishReason, RejectReason, SchedulingTerms, Scope, ScopeKind
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.validation import SubmitRejected
 from prefixcache.tree import PrefixTree
 from tests.engine.scheduling.simulation.replica import GROUPING, SCOPES, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
@@ -342,52 +342,52 @@ def test_a_busy_replica_whose_memory_comes_and_goes_gives_the_texts_of_solo_runs
 # module, what its source says, what the broken build says instead
 BREAKS = {
     "a running one's pages are not told": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "sequence.pages[: sequence.block_count] = [renamed",
         "_ = [renamed",
     ),
-    "a running one's lease is not told": ("scheduling.kv_manager", "sequence.lease.rename(renamed)", "pass"),
+    "a running one's lease is not told": ("kv_blocks.kv_manager", "sequence.lease.rename(renamed)", "pass"),
     "what an account holds is not told": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "sequence.account_queue.remove_blocks(pages)\n            seq",
         "seq",
     ),
-    "the tree is not told": ("scheduling.kv_manager", "self.tree.rename(renamed)", "pass"),
-    "what is published is not told": ("scheduling.kv_manager", "self.public_prefixes.rename(renamed)", "pass"),
+    "the tree is not told": ("kv_blocks.kv_manager", "self.tree.rename(renamed)", "pass"),
+    "what is published is not told": ("kv_blocks.kv_manager", "self.public_prefixes.rename(renamed)", "pass"),
     "the pins are not told": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "            lease.rename(renamed)\n        for",
         "            pass\n        for",
     ),
-    "secrets are kept": ("scheduling.kv_manager", "self.pool.secret_pages()", "set()"),
-    "a secret is forgotten as it moves": ("scheduling.block_pool", "self._secret[targets] = secret", "pass"),
+    "secrets are kept": ("kv_blocks.kv_manager", "self.pool.secret_pages()", "set()"),
+    "a secret is forgotten as it moves": ("kv_blocks.block_pool", "self._secret[targets] = secret", "pass"),
     "a secret stays where it was": (
-        "scheduling.block_pool",
+        "kv_blocks.block_pool",
         "[block for block in sources if self._secret[block]]",
         "[]",
     ),
     "what was moved counts as free": (
-        "scheduling.block_pool",
+        "kv_blocks.block_pool",
         "if block not in occupied]\n        self.absent_blocks += ",
         "]\n        self.absent_blocks += ",
     ),
     "a woken block is free and restored": (
-        "scheduling.block_pool",
+        "kv_blocks.block_pool",
         "blocks[::-1] if block not in occupied]",
         "blocks[::-1]]",
     ),
     "what was freed asleep is restored": (
-        "scheduling.block_pool",
+        "kv_blocks.block_pool",
         "current = ~self.are_stale(self._kept_pages)",
         "current = self._kept_pages > 0",
     ),
     "more is taken than what runs can spare": (
-        "scheduling.kv_manager",
-        "self.available_blocks - len(self.holders)",
+        "kv_blocks.kv_extents",
+        "kv.available(group) - len(kv.holders)",
         "10**6",
     ),
     "it shrinks below the least": (
-        "scheduling.block_pool",
+        "kv_blocks.block_pool",
         "while self.mapped_blocks - self.blocks_in(chosen) < self.min_blocks:",
         "while False:",
     ),

@@ -11,11 +11,11 @@ from array import array
 import msgspec
 import pytest
 
+from engine.kv_blocks.block_pool import blocks_of
+from engine.kv_blocks.kv_manager import SWEEP_MAX
+from engine.kv_blocks.public_prefixes import InvalidPublicPrefix, whole_blocks
 from engine.protocol.frames import Submit
 from engine.protocol.types import FinishReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
-from engine.scheduling.block_pool import blocks_of
-from engine.scheduling.kv_manager import SWEEP_MAX
-from engine.scheduling.public_prefixes import InvalidPublicPrefix, whole_blocks
 from engine.scheduling.scheduler import STALE_BLOCKS
 from tests.engine.scheduling.simulation.replica import GROUPING, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
@@ -109,7 +109,7 @@ def test_others_find_nothing_and_ones_own_exactly_what_is_there(
 def test_the_exact_gate_fails_where_scopes_share(
     right: str, wrong: str, stranger: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_broken("scheduling.validation", right, wrong, monkeypatch)
+    install_broken("sequences.validation", right, wrong, monkeypatch)
     with pytest.raises(AssertionError):
         test_others_find_nothing_and_ones_own_exactly_what_is_there(TENANT, stranger, "fresh", ())
 
@@ -156,7 +156,7 @@ def test_the_eviction_gate_fails_where_each_scope_counts_for_itself_and_floors_d
 ) -> None:
     right = "RetentionPolicy(scope.account or scope.id, CacheShare(floor, cap), terms.keep_s)"
     install_broken(
-        "scheduling.validation",
+        "sequences.validation",
         right,
         "RetentionPolicy(scope.id, CacheShare(0, cap), terms.keep_s)",
         monkeypatch,
@@ -220,7 +220,7 @@ def test_an_accounts_order_does_follow_what_it_computes_itself() -> None:
 @pytest.mark.parametrize(
     ("module", "right", "wrong"),
     [
-        ("scheduling.validation", "scope_id=scope.id", 'scope_id=b"x" * 16'),
+        ("sequences.validation", "scope_id=scope.id", 'scope_id=b"x" * 16'),
         (
             "scheduling.admission",
             "self._namespaces.get(sequence.namespace, [])",
@@ -367,7 +367,7 @@ def test_what_lies_behind_one_published_prefix_is_not_found_behind_another() -> 
 def test_what_lies_behind_published_prefixes_is_seen_to_mix_where_it_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install_broken("scheduling.kv_manager", "behind=self.public_prefixes.pages[public[-1]]", "behind=1", monkeypatch)
+    install_broken("kv_blocks.kv_manager", "behind=self.public_prefixes.pages[public[-1]]", "behind=1", monkeypatch)
     with pytest.raises(AssertionError):
         test_what_lies_behind_one_published_prefix_is_not_found_behind_another()
 

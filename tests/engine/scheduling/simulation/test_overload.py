@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.protocol.types import SchedulingTerms, Scope, ScopeKind
-from engine.scheduling.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
-from engine.scheduling.validation import SubmitRejected
+from engine.sequences.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN
+from engine.sequences.validation import SubmitRejected
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
 
@@ -169,7 +169,7 @@ def test_an_aggressor_at_fifty_times_the_load_is_hardly_noticed(longest: int, de
 
 BREAKS = {
     "whoever came first goes on": (
-        "scheduling.fair_queue",
+        "sequences.fair_queue",
         "return self.level + self.pending_tokens * self.prompt_cost",
         "return 0.0",
     ),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling import intake, scheduler, token_budget, validation, waiting
+from engine.scheduling import intake, running, scheduler, step_loop, token_budget, waiting
+from engine.sequences import validation
 from tests.engine.scheduling.simulation import replica as simulated
 from tests.engine.scheduling.simulation.replica import Chaos
 
@@ -59,52 +60,52 @@ def test_every_life_ends_with_the_texts_of_solo_runs(first: int) -> None:
 
 # module, what its source says, what the broken build says instead
 BREAKS = {
-    "tenants share one prefix cache": ("scheduling.validation", "scope_id=scope.id", 'scope_id=b"x" * 16'),
-    "kinds of scope are not told apart": ("scheduling.validation", "scope_kind=int(scope.kind)", "scope_kind=1"),
-    "a raised epoch wipes nothing": ("scheduling.validation", "epoch=scope.epoch", "epoch=0"),
+    "tenants share one prefix cache": ("sequences.validation", "scope_id=scope.id", 'scope_id=b"x" * 16'),
+    "kinds of scope are not told apart": ("sequences.validation", "scope_kind=int(scope.kind)", "scope_kind=1"),
+    "a raised epoch wipes nothing": ("sequences.validation", "epoch=scope.epoch", "epoch=0"),
     "requests without a scope share": (
-        "scheduling.validation",
+        "sequences.validation",
         "scope.kind == ScopeKind.REQUEST or not scope.id",
         "False",
     ),
-    "choices have the same seed": ("scheduling.validation", "sampling.seed + choice", "sampling.seed"),
+    "choices have the same seed": ("sequences.validation", "sampling.seed + choice", "sampling.seed"),
     "the prompt's last token is not computed": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "self.block_tokens : -1]",
         "self.block_tokens :]",
     ),
     "a block that is not full is shared": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "sequence.computed // self.block_tokens\n        assert",
         "-(-sequence.computed // self.block_tokens)\n        assert",
     ),
     "a duplicate is freed and still read": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "sequence.pages[sequence.public_blocks : full] = sequence.lease.blocks",
         "pass",
     ),
-    "duplicates leak": ("scheduling.kv_manager", "self.pool.free(spare)", "pass"),
-    "private blocks leak": ("scheduling.kv_manager", "self.pool.free(sequence.private_pages())", "pass"),
+    "duplicates leak": ("kv_blocks.kv_manager", "self.pool.free(spare)", "pass"),
+    "private blocks leak": ("kv_blocks.kv_manager", "self.pool.free(sequence.private_pages())", "pass"),
     "a lease is never released": (
-        "scheduling.kv_manager",
-        "self.pool.free(self.tree.release(sequence.lease))",
+        "kv_blocks.kv_manager",
+        "self._free_of_tree(self.tree.release(sequence.lease))",
         "pass",
     ),
     "one token of the prefix is skipped": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "sequence.launched = len(pages) * self.block_tokens",
         "sequence.launched = len(pages) * self.block_tokens + 1",
     ),
     "blocks are freed while they are read": ("scheduling.running", "if sequence.inflight_steps:", "if False:"),
     "preemption keeps its blocks": (
-        "scheduling.sequence",
+        "sequences.sequence",
         "self.shared_blocks = self.block_count = 0",
         "self.shared_blocks = 0",
     ),
     "penalties miss the last token": (
         "scheduling.step_plan",
-        "(tokens, sequence.prompt_tokens)",
-        "(tokens[:-1], sequence.prompt_tokens)",
+        "(sequence.token_ids, sequence.prompt_tokens)",
+        "(sequence.token_ids[:-1], sequence.prompt_tokens)",
     ),
     "a preempted sequence starts twice": (
         "scheduling.scheduler",
@@ -113,16 +114,16 @@ BREAKS = {
     ),
     "a token that is coming is read from another row": (
         "scheduling.step_plan",
-        "(-1 - sequence.sampled_row,)",
-        "(-1,)",
+        "awaited_token(sequence.sampled_row)",
+        "awaited_token(0)",
     ),
-    "the last token is computed as well": ("scheduling.sequence", "self.launched + 1 < self.max_total_tokens", "True"),
+    "the last token is computed as well": ("sequences.sequence", "self.launched + 1 < self.max_total_tokens", "True"),
     "a duplicate is free while a flight reads it": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "if in_flight:\n                self._deferred",
         "if False:\n                self._deferred",
     ),
-    "spare blocks leak": ("scheduling.kv_manager", "self.pool.free(self._deferred)", "pass"),
+    "spare blocks leak": ("kv_blocks.kv_manager", "self.pool.free(self._deferred)", "pass"),
     "what is sampled for an ended sequence is told": (
         "scheduling.scheduler",
         "if sequence.state == SequenceState.ENDED:\n                continue",
@@ -134,8 +135,8 @@ BREAKS = {
         "pass",
     ),
     "what is not finite is matched again": (
-        "scheduling.kv_manager",
-        "self.tree.forget(suspect.lease, max(0, max(verified, default=0) - suspect.public_blocks))",
+        "kv_blocks.kv_manager",
+        "self.tree.forget(suspect.lease, first)",
         "pass",
     ),
     "a step without memory ends a sequence at once": ("scheduling.scheduler", "if rows == 1:", "if True:"),
@@ -149,14 +150,18 @@ BREAKS = {
         "slices != self._slices",
         "len(slices) != len(self._slices)",
     ),
-    "a group's segment leaves a gap": ("scheduling.prefix_groups", "first, node.keys)", "node.keys // 2, node.keys)"),
+    "a group's segment leaves a gap": (
+        "scheduling.prefix_groups",
+        "first, node.keys, group)",
+        "node.keys // 2, node.keys, group)",
+    ),
     "prompts are in groups": ("scheduling.scheduler", "sequence if chunk == 1 else None", "sequence"),
     "an account grows past its cap": (
-        "scheduling.scheduler",
+        "scheduling.running",
         "account.running > 1 and account.blocks >= cap",
         "False",
     ),
-    "caps of running sequences are forgotten": ("scheduling.fair_queue", "self.running < self.terms.sequences", "True"),
+    "caps of running sequences are forgotten": ("sequences.fair_queue", "self.running < self.terms.sequences", "True"),
     "what an account holds is never let go": ("scheduling.running", "if sequence.block_count:", "if False:"),
     "a request that expired goes on": (
         "scheduling.waiting",
@@ -164,32 +169,36 @@ BREAKS = {
         'self._rejects.append((first, Reject(id, RejectReason.BUSY, "")))',
     ),
     "a prompt is charged again after a preemption": (
-        "scheduling.sequence",
+        "sequences.sequence",
         "self.charged_tokens += tokens",
         "pass",
     ),
-    "secrets are given on": ("scheduling.block_pool", "self._secret[blocks] = True", "pass"),
-    "erasing waits until blocks are used again": ("execution.step_loop", "self.zero_freed()\n            step", "step"),
-    "nothing is erased between turns": ("execution.step_loop", "sweep()\n        self.zero_freed()", "sweep()"),
-    "erasing is done for some of the blocks": ("scheduling.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
-    "what is swept is lost": ("scheduling.kv_manager", "        self.pool.free(pages)\n", ""),
+    "secrets are given on": ("kv_blocks.block_pool", "self._secret[blocks] = True", "pass"),
+    "erasing waits until blocks are used again": (
+        "scheduling.step_loop",
+        "self.zero_freed()\n            step",
+        "step",
+    ),
+    "nothing is erased between turns": ("scheduling.step_loop", "sweep()\n        self.zero_freed()", "sweep()"),
+    "erasing is done for some of the blocks": ("kv_blocks.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
+    "what is swept is lost": ("kv_blocks.kv_manager", "self.pool.free(pages)\n        return", "return"),
     "what lies behind a published prefix is found without it": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "behind=self.public_prefixes.pages[public[-1]]",
         "behind=0",
     ),
     "published blocks are freed by their readers": (
-        "scheduling.sequence",
+        "sequences.sequence",
         "self.held_pages()[self.shared_blocks :]",
         "self.held_pages()[self.shared_blocks - self.public_blocks :]",
     ),
     "published blocks are not kept": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "self._public_leases.append(lease)",
         "self.tree.release(lease)",
     ),
     "others' blocks are put over published ones": (
-        "scheduling.kv_manager",
+        "kv_blocks.kv_manager",
         "pages[sequence.public_blocks : full] =",
         "pages[:full] =",
     ),
@@ -204,33 +213,33 @@ BREAKS = {
         "if best_effort:",
     ),
     "the background expires": (
-        "scheduling.validation",
+        "sequences.validation",
         "submit.deadline_ms and not terms.background",
         "submit.deadline_ms",
     ),
     "a text is not told to its matcher": (
-        "scheduling.sequence",
+        "sequences.sequence",
         "problem := matcher.accept(token)",
         'problem := ""',
     ),
-    "a sequence starts without its grammar": ("scheduling.admission", "if sequence.compilation is None:", "if True:"),
+    "a sequence starts without its grammar": ("scheduling.admission", "if not sequence.awaited:", "if True:"),
     "a text goes on behind its grammar's end": (
-        "scheduling.sequence",
+        "sequences.sequence",
         " or matcher.finished",
         "",
     ),
     "masks are given to others' rows": (
-        "execution.step_loop",
+        "scheduling.step_loop",
         "plan.matchers)",
         "plan.matchers[::-1])",
     ),
     "masks are made of what was known at the launch": (
-        "execution.step_loop",
+        "scheduling.step_loop",
         "or len(self._inflight) != 1:",
         "or False:",
     ),
     "an ended row's mask is taken for another's": (
-        "execution.step_loop",
+        "scheduling.step_loop",
         "plan.matchers)",
         "[each for each in plan.matchers if each])",
     ),
@@ -240,7 +249,7 @@ BREAKS = {
         "",
     ),
     "what was forced is computed beyond the blocks": (
-        "scheduling.scheduler",
+        "scheduling.running",
         " or len(sequence.tokens) > room",
         "",
     ),
@@ -288,6 +297,11 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
         (token_budget, "StepTime"),
         (scheduler, "PrefixGroups"),
         (simulated, "KVManager"),
+        (simulated, "HostBlocks"),
+        (simulated, "DiskBlocks"),
+        (running, "DiskReads"),
+        (simulated, "WindowedGroup"),
+        (step_loop, "KVExtents"),
         (scheduler, "PrefillAdmission"),
         (intake, "WaitingQueue"),
         (intake, "PendingOutputs"),

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from engine.protocol.types import Scope, ScopeKind
-from engine.scheduling.fair_queue import GENERATED_TOKEN, MASK_US
 from engine.scheduling.step_time import BASE_FACTOR, MASK_PART
+from engine.sequences.fair_queue import GENERATED_TOKEN, MASK_US
 from engine.step.cost_model import CostModel
 from tests.engine.scheduling.simulation.replica import Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from engine.protocol.frames import DeviceState, MachineState, ReplicaState, encode_frame
 from engine.protocol.types import Residency
@@ -18,8 +19,10 @@ from gateway.cli import main
 from gateway.commands.access import residencies
 from gateway.commands.access.residencies import at_rest, machine_reports, residency_text
 from gateway.commands.serve import ServeSupervisor
+from gateway.commands.terminal.options import SettingsSource
 from gateway.config import load_config
 from gateway.state_dir import Credentials, open_state
+from gateway.telemetry_settings import LogConfig
 
 EMBER = "@cf/hearth/ember"
 GIB = 1 << 30
@@ -136,7 +139,8 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = io.StringIO()
-    supervisor = ServeSupervisor(load_config(), None, 1, Credentials("http://x", "a", "t"), out)
+    config = structs.replace(load_config(), log=LogConfig(format="text"))
+    supervisor = ServeSupervisor(config, SettingsSource(), None, 1, Credentials("http://x", "a", "t"), out)
     monkeypatch.setattr(supervisor, "_answers", lambda path: True)
     asleep = replica(Residency.MEMORY, "@cf/a/asleep")
     resting = replica(Residency.DISK, "@cf/a/resting")
@@ -158,16 +162,15 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
         assert "standby" not in first, "its machine may not have decided yet"
         assert first.count("@cf/a/broken: the folder is not whole") == first.count("@cf/a/dying: ended") == 1
         assert "loading" not in first, "it is told with the time that has passed"
+        assert first.index("Hearth serves on http://x") < first.index("Your first call, which waits for its model")
         again = told(0.6, starting, asleep, resting, broken, dying)
         assert not again, "nothing is new"
         later = told(3.0, starting, asleep, resting, broken, dying)
-        assert "Hearth serves on http://x" in later
         assert later.count("@cf/a/asleep is on standby") == later.count("@cf/a/resting is on standby") == 1
-        assert later.count("Your first call") == 1
+        assert "Your first call" not in later, "it was said as the gateway began to listen"
         ready = told(4.0, replica(Residency.DEVICE), replica(Residency.DEVICE, "@cf/a/asleep"), resting, broken)
         assert ready.count(f"{EMBER} is ready after 4.0 s") == 1
         assert "asleep" not in ready
-        assert "Your first call" not in ready
         last = told(9.0, asleep, resting, broken, starting)
         assert "standby" not in last
         assert last == f"{EMBER}: loading 10 %, 9 s so far\n", "what is wrong with others was said"

@@ -17,6 +17,7 @@ from engine.hostinfo.gpus import Gpu
 from gateway.catalogue.catalogue import model_entries, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
+from gateway.commands.model_tools import add
 from gateway.config import SettingsError, load_config
 from tests.support import minilm
 from tests.support.tiny_model import HIDDEN, tensors, write_tiny
@@ -29,6 +30,7 @@ GIB = 1 << 30
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small model's, below an empty current folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(add, "try_prompt", lambda *_: None)  # test_trial.py has it run
     return write_tiny(tmp_path / "assistant")
 
 
@@ -62,14 +64,74 @@ def test_a_removed_model_is_gone_and_its_folder_stays(folder: Path, capsys: pyte
     assert main(["models", "remove", NAME]) == 0
     assert [entry.name for entry in model_entries(load_config())] == ["@cf/hearth/ember"]
     assert (folder / "model.safetensors").exists()
-    for name, said in ((NAME, "has no"), ("@cf/hearth/ember", "serve = false"), ("../../x", "has no")):
+    for name in (NAME, "../../x"):
         assert main(["models", "remove", name]) == 1
+        assert "has no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["@cf/hearth/ember", "@hf/org/model"])
+def test_what_was_not_added_is_removed_and_brought_back_and_its_folder_stays(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    shutil.copytree(folder, ".hearth/models/org/model")
+    before = model_entries(load_config())
+    assert main(["models", "remove", name.rpartition("/")[2]]) == 0
+    assert f"hearth models set {name} --serve" in capsys.readouterr().out
+    assert [entry.name for entry in model_entries(load_config())] == [one.name for one in before if one.name != name]
+    assert main(["models", "remove", name]) == 1
+    assert "already" in capsys.readouterr().err
+    assert main(["models", "set", name, "--serve"]) == 0
+    assert model_entries(load_config()) == before
+    assert Path(".hearth/models/org/model/config.json").exists()
+
+
+def test_settings_are_changed_one_by_one_and_taken_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "add", NAME, "assistant", "--price-input", "10", "--alias", "gpt-4o,helper"]) == 0
+    assert main(["models", "set", "helper", "--price-output", "20.5", "--context-tokens", "512", "--pinned"]) == 0
+    entry = model_entries(load_config())[-1]
+    assert (entry.price.input, entry.price.output, entry.aliases) == (10.0, 20.5, ["gpt-4o", "helper"])
+    assert (entry.context_tokens, entry.pinned, entry.folder) == (512, True, str(folder))
+    words = ("--price-input", "none", "--context-tokens", "none", "--alias", "none", "--no-pinned")
+    assert main(["models", "set", "assistant", *words]) == 0
+    entry = model_entries(load_config())[-1]
+    assert (entry.price.input, entry.price.output, entry.aliases) == (1000.0, 20.5, [])
+    assert (entry.context_tokens, entry.pinned) == (None, False)
+    capsys.readouterr()
+    for words, said in (
+        (("assistant",), "say what to change"),
+        (("asistant", "--pinned"), f"did you mean {NAME}?"),
+        (("assistant", "--context-tokens", "100000"), "is more than the model's"),
+        (("assistant", "--price-input", "5", "--price-cached-input", "6"), "price"),
+        (("assistant", "--replicas", "0"), "replicas"),
+        (("assistant", "--alias", "@cf/hearth/ember"), "a name of @cf/hearth/ember"),
+        (("assistant", "--alias", "a b"), "aliases"),
+    ):
+        assert main(["models", "set", *words]) == 1, words
         assert said in capsys.readouterr().err
-    pulled = Path(".hearth/models/org/model")
-    pulled.mkdir(parents=True)
-    (pulled / "config.json").write_text("{}")
-    assert main(["models", "remove", "@hf/org/model"]) == 1
-    assert "was pulled" in capsys.readouterr().err
+    assert model_entries(load_config())[-1] == entry
+
+
+def test_what_hearth_toml_says_is_changed_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("hearth.toml").write_text(f'[[models]]\nname = "{NAME}"\nfolder = "assistant"\n')
+    for words in (["set", "assistant", "--pinned"], ["remove", "assistant"]):
+        assert main(["models", *words]) == 1
+        assert "hearth.toml" in capsys.readouterr().err
+
+
+def test_an_alias_that_is_another_models_name_is_refused_wherever_it_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "the alias @cf/hearth/ember" in refused(capsys, NAME, "assistant", "--alias", "@cf/hearth/ember")
+    assert "its own name" in refused(capsys, "helper", "assistant", "--alias", "helper")
+    assert main(["models", "add", NAME, "assistant"]) == 0
+    Path("hearth.toml").write_text(f'[[models]]\nname = "@cf/hearth/ember"\naliases = ["{NAME}"]\n')
+    with pytest.raises(SettingsError, match=f"the alias {NAME} of @cf/hearth/ember is a name of {NAME}"):
+        model_entries(load_config())
+
+
+def test_a_name_that_takes_a_short_one_away_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "add", "@cf/acme/ember", "assistant"]) == 0
+    assert "ember alone finds none of @cf/hearth/ember, @cf/acme/ember" in capsys.readouterr().out
 
 
 def test_hearth_toml_goes_before_what_was_added_and_may_leave_the_folder_out(folder: Path) -> None:
@@ -134,7 +196,7 @@ def test_a_file_that_somebody_broke_is_named(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["assistant", "assistant"], "name"),
+        (["@cf/", "assistant"], "name"),
         ([NAME, "nowhere"], "there is no folder"),
         ([NAME, "assistant/config.json"], "there is no folder"),
         ([NAME, "assistant", "--replicas", "0"], "replicas"),
@@ -205,9 +267,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no object": (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
     "architecture": (lambda folder: change(folder, architectures=["GPT2LMHeadModel"]), "Qwen3ForCausalLM"),
     "architectures": (lambda folder: change(folder, architectures=5), "XLMRobertaModel"),
-    "quantised": (lambda folder: change(folder, quantization_config={"bits": 4}), "quantised"),
+    "quantised": (lambda folder: change(folder, quantization_config={"bits": 4}), "quantization_config"),
     "odd sizes": (lambda folder: change(folder, num_hidden_layers="many"), "num_hidden_layers"),
-    "odd entry": (lambda folder: change(folder, rope_scaling=[1]), "cannot be understood"),
+    "odd entry": (lambda folder: change(folder, rope_scaling=[1]), "rope scaling must be an object"),
     "endless layers": (lambda folder: change(folder, num_hidden_layers=10**6), "tensors for the 1000000 layers"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
     "pickle": (pickled, "pickle"),

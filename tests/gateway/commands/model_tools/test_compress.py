@@ -178,5 +178,5 @@ def test_a_running_replica_says_what_is_in_12_bits(folder: Path, capsys: pytest.
     )  # fmt: skip
     (run_folder / f"a{MEMORY_REPORT_SUFFIX}").write_bytes(msgspec.json.encode(memory))
     shown = said(capsys, "models", "show", "@cf/hearth/ember")
-    assert "weights in 12 bits       11.0 GiB" in shown
-    assert "weights as bf16          15.0 GiB" in shown
+    assert "weights in 12 bits           11.0 GiB" in shown
+    assert "weights as bf16              15.0 GiB" in shown

@@ -58,4 +58,4 @@ def test_without_its_package_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["models", "import", "a.gguf"]) == 1
-    assert "pip install 'hearth[gguf]'" in capsys.readouterr().err
+    assert "pip install 'hearth-server[gguf]'" in capsys.readouterr().err

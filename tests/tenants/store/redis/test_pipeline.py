@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import redis
+from redis.asyncio import Connection
 
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.redis import pipeline as module
-from tenants.store.redis.pipeline import PIPELINE_COMMANDS, CommandPipeline
+from tenants.store.redis.address import read_address
+from tenants.store.redis.pipeline import LOOK_S, PIPELINE_COMMANDS, CommandPipeline, lag_tolerant_timeout
+from tenants.store.redis.primary import Primary
 from tests.support.waiting import turns
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +20,7 @@ ANSWER_S = module.ANSWER_S  # in service, before the fixture patient_line raises
 
 @pytest.fixture
 async def line(empty_redis_url: str) -> AsyncIterator[CommandPipeline]:
-    line = CommandPipeline(empty_redis_url)
+    line = CommandPipeline(Primary(read_address(empty_redis_url)).connect)
     yield line
     await line.close()
 
@@ -88,6 +91,7 @@ async def test_the_bound_fails_where_redis_is_waited_for_longer(line: CommandPip
 async def test_200_callers_of_a_frozen_redis_wait_no_longer_than_one(
     line: CommandPipeline, frozen_redis: Any, deadline_of_service: None
 ) -> None:
+    await line.ask(("PING",))
     with frozen_redis():
         began = time.monotonic()
         outcomes = await asyncio.gather(*(line.ask(("PING",)) for _ in range(200)), return_exceptions=True)
@@ -119,6 +123,7 @@ async def test_a_caller_of_a_redis_that_is_known_to_be_silent_waits_for_one_dead
     line: CommandPipeline, frozen_redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    await line.ask(("PING",))
     times = []
     with frozen_redis():
         for _ in range(4):
@@ -130,6 +135,11 @@ async def test_a_caller_of_a_redis_that_is_known_to_be_silent_waits_for_one_dead
     assert min(times[1:]) < 0.3, times
 
 
+def hold_loop(seconds: float) -> None:
+    """Lets the loop do nothing else."""
+    time.sleep(seconds)
+
+
 async def test_an_answer_that_came_while_this_process_was_late_is_taken(
     line: CommandPipeline, empty_redis_url: str
 ) -> None:
@@ -137,5 +147,72 @@ async def test_an_answer_that_came_while_this_process_was_late_is_taken(
     await line.ask(("PING",))
     asking = asyncio.ensure_future(line.ask(("INCR", "asked")))
     await turns(3)
-    time.sleep(module.ANSWER_S + 0.1)  # noqa: ASYNC251 the pause
+    hold_loop(module.ANSWER_S + 0.1)
     assert await asking == [1], "it was sent once more"
+
+
+async def test_turns_of_this_loop_that_take_long_are_no_silence_of_redis() -> None:
+    """Not even where each is so short that none is late by itself, and together they take longer than the deadline."""
+    loop, turn_s = asyncio.get_running_loop(), 1.6 * LOOK_S
+    answer = loop.create_future()
+    turns_left = int(ANSWER_S / LOOK_S) - 1
+
+    def hold() -> None:
+        nonlocal turns_left
+        hold_loop(turn_s)
+        turns_left -= 1
+        if turns_left:
+            loop.call_soon(hold)
+        else:
+            answer.set_result("it came")
+
+    began = time.monotonic()
+    loop.call_soon(hold)
+    async with lag_tolerant_timeout(ANSWER_S):
+        assert await answer == "it came"
+    assert time.monotonic() - began > ANSWER_S
+
+
+async def test_a_loop_that_is_always_late_waits_for_nobody_for_ever() -> None:
+    ended = False
+
+    def hold() -> None:
+        hold_loop(4 * LOOK_S)
+        if not ended:
+            asyncio.get_running_loop().call_soon(hold)
+
+    hold()
+    with pytest.raises(TimeoutError):
+        async with lag_tolerant_timeout(ANSWER_S):
+            await asyncio.get_running_loop().create_future()
+    ended = True
+
+
+async def test_a_bug_leaves_no_caller_waiting(empty_redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    primary, bugs = Primary(read_address(empty_redis_url)), [KeyError("role")]
+
+    async def connect() -> tuple[Connection, float]:
+        if bugs:
+            raise bugs.pop()
+        return await primary.connect()
+
+    line = CommandPipeline(connect)
+    with pytest.raises(StoreUnavailable, match="KeyError"):
+        await line.ask(("PING",))
+    assert "store_connection_failed" in caplog.text
+    assert await line.ask(("PING",)) == [b"PONG"]
+    assert line._connection is not None
+    line._connection.read_response = broken_once(line._connection.read_response)  # type: ignore[method-assign]
+    assert await line.ask(("ECHO", "again")) == [b"again"], "what was away goes once more"
+    await line.close()
+
+
+def broken_once(read: Any) -> Any:
+    bugs = [ValueError("a bug")]
+
+    async def reading(*arguments: Any, **named: Any) -> Any:
+        if bugs:
+            raise bugs.pop()
+        return await read(*arguments, **named)
+
+    return reading

@@ -2,13 +2,16 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
 import redis
 
 from tenants.open import open_store
+from tenants.records.account_search import AccountSearch
 from tenants.records.accounts import Account
+from tenants.records.cluster import ClusterAuthority
 from tenants.records.grants import Grant
 from tenants.records.holds import Cap, DenialReason, Granted, Hold
 from tenants.records.limits import Limits
@@ -17,6 +20,8 @@ from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord
 from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
 from tenants.store.redis.pipeline import PIPELINE_COMMANDS
 from tenants.store.redis.store import VERSION, RedisStore
+from tests.support.loop_holds import LoopHolds, least_hold_ms, loop_holds
+from tests.support.many_accounts import leave_accounts
 
 pytestmark = pytest.mark.anyio
 ANN = "a" * 32
@@ -48,6 +53,24 @@ async def test_decisions_are_timed_by_redis(store: RedisStore, empty_redis_url: 
     assert before_s * MICRO <= expires_us - 60 * MICRO <= (after_s + 1) * MICRO
 
 
+async def test_a_claim_that_was_asked_for_twice_since_its_answer_was_lost_is_the_askers(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first call with an Idempotency-Key is told that it is in progress, for as long as the key is taken."""
+    ask = store._database.pipeline.ask
+
+    async def twice(*commands: Any) -> list[Any]:
+        await ask(*commands)
+        return await ask(*commands)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._database.pipeline, "ask", twice)
+        assert await store.claims.claim(ANN, "key", b"", 60) is None
+    assert await store.claims.claim(ANN, "key", b"other", 60) == b""
+    await store.claims.replace(ANN, "key", b"answer", 60)
+    assert await store.claims.claim(ANN, "key", b"other", 60) == b"answer"
+
+
 async def test_a_token_kept_before_there_were_grants_is_read(store: RedisStore, empty_redis_url: str) -> None:
     token = {"id": "old", "account_id": ANN, "name": "n", "created_at": 3, "expires_at": None, "revoked_at": None}
     with redis.Redis.from_url(empty_redis_url) as client:
@@ -76,10 +99,58 @@ async def test_all_keys_of_an_account_share_one_hash_tag(store: RedisStore, empt
     await store.accounts.revoke("key", 1)
     with redis.Redis.from_url(empty_redis_url) as client:
         keys = {key.decode() for key in client.scan_iter()}
-    untagged = {"hearth:accounts", "hearth:token:key"}
+    untagged = {
+        "hearth:accounts",
+        "hearth:accounts:by_name",
+        "hearth:accounts:by_age",
+        "hearth:named",
+        "hearth:name:ann",
+        "hearth:token:key",
+    }
     assert untagged < keys
     assert len(keys - untagged) == 9
     assert all(f"{{{ANN}}}" in key for key in keys - untagged)
+
+
+async def names(store: RedisStore, **search: Any) -> set[str]:
+    accounts, count = await store.accounts.search(AccountSearch(**search))
+    assert count == len(accounts)
+    return {account.name for account in accounts}
+
+
+async def test_a_search_finds_what_an_earlier_version_added_changed_and_removed(
+    store: RedisStore, empty_redis_url: str
+) -> None:
+    """It knows no lines by which accounts are searched."""
+    for index in range(3):
+        await store.accounts.add(Account(f"{index:032x}", f"team {index}", Limits(), index))
+    with redis.Redis.from_url(empty_redis_url) as client:
+        line = client.hget(f"hearth:{{{ANN}}}", "line")
+        client.zrem("hearth:accounts:by_name", line)
+        client.zrem("hearth:accounts:by_age", "\n".join((ANN, "ann", "default", "0")))
+        client.hset(f"hearth:{{{0:032x}}}", "suspended_at", 7)
+        client.delete(f"hearth:{{{1:032x}}}")
+        client.srem("hearth:accounts", f"{1:032x}")
+    assert await names(store) == {"ann", "team 0", "team 2"}
+    assert await names(store, suspended=True) == {"team 0"}
+    assert await names(store, suspended=False, order="name") == {"ann", "team 2"}
+    await store.accounts.remove(f"{2:032x}")
+    assert await names(store, order="name") == {"ann", "team 0"}
+    with redis.Redis.from_url(empty_redis_url) as client:
+        assert client.zcard("hearth:accounts:by_age") == 2
+
+
+async def test_a_search_among_thousands_does_not_hold_the_loop(store: RedisStore) -> None:
+    await leave_accounts(store, 2000, 0, 0)
+    await store.accounts.search(AccountSearch())
+
+    async def attempt(number: int) -> LoopHolds:
+        async with loop_holds() as holds:
+            accounts, count = await store.accounts.search(AccountSearch(name="WORKS", first=1000, limit=200))
+        assert (len(accounts), count) == (200, 1999)
+        return holds
+
+    assert await least_hold_ms(10, attempt) < 10
 
 
 async def test_counting_does_not_move_the_end_of_a_day(store: RedisStore, empty_redis_url: str) -> None:
@@ -209,6 +280,8 @@ async def test_an_emptied_redis_is_an_outage_and_knows_no_strangers(store: Redis
                 await ask()
         await store.quotas.remaining(ANN, [Cap("", DenialReason.NEURONS_PER_MONTH, 1, 100)])
         assert client.dbsize() == 0
+        await store.cluster.found(ClusterAuthority("eu", b"", b""))
+        assert await store.accounts.token("key") is None, "it was founded, and never had one"
 
 
 async def test_a_settlement_for_an_account_that_is_gone_is_kept_where_others_are_there(store: RedisStore) -> None:

@@ -16,7 +16,7 @@ from tenants.records.holds import Hold
 from tenants.records.limits import Limits
 from tenants.records.usage import EXPIRED, MICRO, Totals, UsageRecord, UsageRow
 from tenants.store.protocol import OTHER_TAGS, RETENTION_DAYS, TAGGED_MAX
-from tenants.store.sqlite import quotas, schema
+from tenants.store.sqlite import quotas
 from tenants.store.sqlite.file import SqliteFile
 from tenants.store.sqlite.store import SqliteStore
 from tests.support.waiting import turns
@@ -30,7 +30,7 @@ PLACES = ", ".join("?" * len(UsageRecord.__struct_fields__))
 async def store(tmp_path: Path, clock: Any) -> AsyncIterator[SqliteStore]:
     opened = SqliteStore(str(tmp_path / "hearth.db"), clock)
     for account_id in (ANN, BOB):
-        await opened.accounts.add(Account(account_id, "x", Limits(), 1))
+        await opened.accounts.add(Account(account_id, account_id, Limits(), 1))
     yield opened
     await opened.close()
 
@@ -143,10 +143,7 @@ async def test_old_records_are_removed_some_at_a_time_with_their_sums(
 
 def test_a_look_up_of_usage_reads_no_ledger(tmp_path: Path) -> None:
     """So that a million records cost nothing there."""
-    with closing(sqlite3.connect(":memory:")) as file:
-        for script in (schema.SCHEMA, *schema.MIGRATIONS):
-            file.executescript(script)
-        file.executescript(schema.USAGE)
+    with closing(SqliteFile(str(tmp_path / "hearth.db")).connection) as file:
         select = quotas._USAGE.format(token_id="token_id", model="model", tags="''")
         steps = [step[-1] for step in file.execute(f"EXPLAIN QUERY PLAN {select}", ('["a"]', 1, 2))]
         assert any("SEARCH usage USING PRIMARY KEY (account_id=? AND day>? AND day<?)" in step for step in steps), steps

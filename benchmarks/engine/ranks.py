@@ -1,0 +1,204 @@
+"""One model on several GPUs of a host: exchanges beside NCCL, steps, first tokens and wakes, all rows in one call.
+
+    python -m benchmarks.engine.ranks [--gpus 2] [--part exchange|engine|wake]
+
+Each part is a process of its own, since ranks are forked before a driver is touched. Rows are called tp2-…, for as many
+GPUs as there are; Llama-3.1-8B's geometry with random weights. `bound` is what issue and arithmetic allow, the peer's
+figures are vLLM 0.24.0's on the same kind of machine.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from benchmarks.record import record
+from engine.bench.geometries import write_folder
+from engine.bench.session import BenchEngine
+from engine.execution.open import inference_mode
+from engine.protocol.specs import ModelSpec
+
+HIDDEN: Final = 4096
+EPSILON: Final = 1e-5
+CALLS: Final = 64  # of a graph
+SIZES: Final = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "1m": 1 << 20, "4m": 4 << 20, "16m": 16 << 20}
+BOUNDS_US: Final = {"64k": 8.0, "1m": 14.0}
+# Shape: the bound of two GPUs, and vLLM's figure there.
+SHAPES: Final = {
+    "decode-1": (2.75, "vLLM 3.51"), "decode-64": (3.8, "vLLM 4.44"), "decode-256": (7.6, "vLLM 8.5"),
+    "prefix-256": (8.0, "vLLM 16.4"), "ttft-8192": (118.0, "vLLM 130"),
+}  # fmt: skip
+WAKE_BOUND_S: Final = 0.22
+MODEL: Final = "llama-3.1-8b"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--part", choices=("exchange", "engine", "wake"))
+    options = parser.parse_args()
+    parts: dict[str, Callable[[int], None]] = {
+        "exchange": measure_exchanges,
+        "engine": measure_steps,
+        "wake": measure_wake,
+    }
+    if options.part:
+        parts[options.part](options.gpus)
+        return
+    command = [sys.executable, "-m", "benchmarks.engine.ranks", "--gpus", str(options.gpus), "--part"]
+    failed = [part for part in parts if subprocess.run([*command, part]).returncode]
+    if failed:
+        sys.exit(f"no figures of {', '.join(failed)}")
+
+
+# Exchanges
+
+
+def measure_exchanges(gpus: int) -> None:
+    """Microseconds of one sum over all ranks with residual and norm, in a graph, ours and NCCL's. What ours gives is
+    compared with torch's sum first, and between ranks."""
+    from engine.ranks.channel import RankChannel, swap_as_follower, swap_as_leader
+
+    def wait(done: Callable[[], bool]) -> None:
+        while not done():
+            time.sleep(1e-3)
+
+    with tempfile.TemporaryDirectory() as folder:
+        meeting, pairs, pids = f"file://{folder}/nccl", [RankChannel.pair() for _ in range(1, gpus)], []
+        for rank in range(1, gpus):
+            if (pid := os.fork()) == 0:
+                status = 1
+                try:
+                    _exchange_on(rank, gpus, swap_as_follower(pairs[rank - 1][1], wait), meeting)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(status)
+            pids.append(pid)
+        took_us = _exchange_on(0, gpus, swap_as_leader([first for first, _ in pairs], wait), meeting)
+        assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids), "a rank failed"
+    for name, (ours_us, nccl_us) in took_us.items():
+        shape = f"tp{gpus}-allreduce-norm-{name}"
+        record(
+            "ranks", shape, round(ours_us, 2), "us", bound=BOUNDS_US.get(name), peer=f"NCCL and a norm {nccl_us:.1f}"
+        )
+
+
+def _exchange_on(
+    rank: int, gpus: int, swap: Callable[[int], list[int]], meeting: str
+) -> dict[str, tuple[float, float]]:
+    from engine.kernels.ranks.exchange import RankWindows, add_norm_ranks
+    from engine.kernels.rms_norm import add_norm
+    from engine.memory.symmetric import share_windows, window_driver
+    from engine.ranks.gpu_part import WINDOW_BYTES
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    windows = RankWindows(share_windows(window_driver(device), WINDOW_BYTES, rank, gpus, swap), rank)
+    torch.distributed.init_process_group("nccl", init_method=meeting, rank=rank, world_size=gpus)
+    took_us = {}
+    for name, size in SIZES.items():
+        rows = size // (2 * HIDDEN)
+        generator = torch.Generator(device).manual_seed(1)  # the same numbers on all ranks
+        parts_WTH = torch.randn(gpus, rows, HIDDEN, device=device, generator=generator).bfloat16()
+        weight_H = torch.ones(HIDDEN, device=device)
+        own_1TH, out_TH = parts_WTH[rank][None].contiguous(), torch.empty(rows, HIDDEN, device=device).bfloat16()
+        sum_TH = torch.zeros(rows, HIDDEN, device=device)
+
+        def ours(
+            sum_TH: Tensor = sum_TH, own: Tensor = own_1TH, weight: Tensor = weight_H, out: Tensor = out_TH
+        ) -> None:
+            add_norm_ranks(windows, sum_TH, own, weight, EPSILON, out)
+
+        def nccl(
+            sum_TH: Tensor = sum_TH, own: Tensor = own_1TH, weight: Tensor = weight_H, out: Tensor = out_TH
+        ) -> None:
+            torch.distributed.all_reduce(own[0])
+            add_norm(sum_TH, own, weight, EPSILON, out)
+
+        ours()
+        expected_TH = parts_WTH.float().sum(0)
+        torch.testing.assert_close(sum_TH, expected_TH, rtol=2e-2, atol=2e-2)
+        others = [torch.empty_like(sum_TH) for _ in range(gpus)]
+        torch.distributed.all_gather(others, sum_TH)
+        assert all(torch.equal(other, sum_TH) for other in others), "ranks have other bits"
+        own_1TH.zero_()  # NCCL adds up in place, again and again
+        took_us[name] = _graph_us(ours), _graph_us(nccl)
+    torch.distributed.destroy_process_group()
+    return took_us
+
+
+def _graph_us(run: Callable[[], None]) -> float:
+    """Microseconds of a call among CALLS in a graph, the best of five replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
+            for _ in range(CALLS):
+                run()
+        took_ms = []
+        for _ in range(6):
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record(stream)
+            graph.replay()
+            ended.record(stream)
+            stream.synchronize()
+            took_ms.append(begun.elapsed_time(ended))
+    return 1e3 * min(took_ms[1:]) / CALLS
+
+
+# Steps and wakes
+
+
+def measure_steps(gpus: int) -> None:
+    """The engine's own shapes, as `hearth bench` measures them."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "engine.bench", "--model", MODEL, "--gpus", str(gpus)]
+        subprocess.run([*command, "--shapes", ",".join(SHAPES), "--json", str(rows), "--verbose"], check=True)
+        for row in json.loads(rows.read_text()):
+            bound, peer = SHAPES.get(row["shape"], (None, None)) if gpus == 2 else (None, None)
+            record("ranks", f"tp{gpus}-{row['shape']}", row["value"], row["unit"], bound=bound, peer=peer)
+
+
+def measure_wake(gpus: int) -> None:
+    """Seconds from the order to wake until all weights are on all GPUs, the best of three, and what stays there
+    asleep."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = ModelSpec(
+            name=MODEL, folder=str(write_folder(MODEL, Path(folder) / MODEL)), random_weights=True,
+            context_tokens=20480, gpus=gpus,
+        )  # fmt: skip
+        with inference_mode(), BenchEngine(spec, "cuda") as engine:
+            sleeper, memories = engine.model.sleeper, engine.model.memories
+            nothing: list[list[int]] = [[] for _ in memories]
+            took_s, asleep_bytes = [], 0
+            for _ in range(4):
+                mapped = [memory.mapped for memory in memories]
+                sleeper.sleep(nothing)
+                asleep_bytes = sleeper.usage().asleep_bytes
+                began = time.perf_counter()
+                sleeper.wake(mapped, nothing)
+                while not sleeper.arrived():
+                    time.sleep(1e-3)
+                took_s.append(time.perf_counter() - began)
+    record("ranks", f"tp{gpus}-wake-8b", round(min(took_s[1:]), 3), "s", bound=WAKE_BOUND_S if gpus == 2 else None)
+    record("ranks", f"tp{gpus}-asleep-8b", round(asleep_bytes / (1 << 20)), "MiB of each GPU")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A decoder's parts on a GPU: its weights in memory that can go, the memory that its steps compute in, and who runs
+them; of all of it, or of one of several ranks. What is measured, and what memory is left for, is not decided here."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.execution.artifacts import kernels_folder
+from engine.execution.gpu_memory import GpuMemory, StepLimits, open_gpu_memory
+from engine.execution.gpu_runner import GpuRunner
+from engine.execution.gpu_trial import TrialSteps
+from engine.execution.memory_plan import DoesNotFit
+from engine.kernels.compile_cache import share_kernel_cache
+from engine.kernels.ranks.exchange import RankWindows
+from engine.memory.virtual_memory import Arena
+from engine.models.config import ModelConfig
+from engine.models.decoders import DecoderParameters
+from engine.protocol.specs import ModelSpec
+from engine.step.executor import DecoderMemory
+from engine.step.order import StepAnnouncer
+from engine.weights.device_buffer import WeightBuffer
+from engine.weights.source import ShardSource, WeightSource
+
+
+class RankPart(Protocol):
+    """What one of several ranks loads and computes with (ranks/gpu_part.py).
+
+    windows       that it shares with the others; announcer: rank 0's alone.
+    arena_bytes   that it may map at most, the same on all ranks.
+    scarce_bytes  that the GPU with the fewest free bytes has less free than this one.
+    """
+
+    model: ModelSpec
+    source: ShardSource
+    windows: RankWindows
+    announcer: StepAnnouncer | None
+    arena_bytes: int
+    scarce_bytes: int
+
+    def load_parameters(self, beat: Callable[[], None], into: dict[str, Tensor]) -> DecoderParameters: ...
+
+    def begin(self, memory: GpuMemory, segments: Sequence[int]) -> DecoderMemory:
+        """Has the other ranks follow from now on, each with a workspace of so many segments. Returns the memory of
+        all."""
+        ...
+
+
+class GpuModel:
+    """A decoder's parts over weights that it loads: all of them, or those of one rank."""
+
+    def __init__(
+        self, model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int,
+        beat: Callable[[], None], part: RankPart | None, resources: ExitStack,
+    ) -> None:  # fmt: skip
+        """`resources` closes weights and memory. Raises DoesNotFit or OutOfDeviceMemory."""
+        device, shapes = source.device, source.shapes if part is None else part.source.shapes
+        _require_weights_fit(device, source.bytes if part is None else part.source.bytes)
+        self.model, self.config = (model, config) if part is None else (part.model, part.source.config)
+        self.context_tokens = context_tokens
+        self._announcer = None if part is None else part.announcer
+        weights = WeightBuffer(Arena.of(device, None if part is None else part.arena_bytes), shapes)
+        resources.callback(weights.close)
+        with ThreadPoolExecutor(1) as beside:  # one thread waits for files and copies, while the other computes
+            # On every rank: what one finds beside the model and another compiles would look as if that one hung.
+            shared = beside.submit(share_kernel_cache, kernels_folder(Path(model.folder)))
+            into = dict(weights.tensors)
+            self.parameters = source.load(beat, into) if part is None else part.load_parameters(beat, into)
+            shared.result()
+        self.step_limits = StepLimits.of(
+            model.sequences, model.step_tokens, context_tokens, model.block_tokens, len(config.kv_groups)
+        )
+        self.memory = open_gpu_memory(
+            self.model, self.config, source.dtype, weights, self.step_limits, context_tokens, device
+        )
+        resources.callback(self.memory.close)
+        if part is not None:
+            self.memory.windows = part.windows
+
+    def runner(self, graph_rows: int) -> GpuRunner:
+        return GpuRunner(
+            self.config,
+            self.parameters,
+            self.memory,
+            self.step_limits,
+            self.context_tokens,
+            graph_rows,
+            self._announcer,
+        )
+
+    def trial(self, runner: GpuRunner) -> TrialSteps:
+        config = self.config
+        return TrialSteps(runner, self.step_limits.rows, self.model.block_tokens, config.vectors, config.windows)
+
+
+def _require_weights_fit(device: torch.device, needed: int) -> None:
+    """Raises DoesNotFit where the weights alone are more than what is free."""
+    free, total = torch.cuda.mem_get_info(device)
+    if needed > free:
+        fits = "other processes hold the rest: end them, or use" if needed <= total else "use"
+        raise DoesNotFit(
+            f"the weights take {needed / 1e9:.1f} GB, {free / 1e9:.1f} of {total / 1e9:.1f} GB are free; {fits} "
+            f"another device or a smaller model"
+        )

@@ -1,0 +1,186 @@
+"""Takes in the KV that other replicas push: a thread that listens, and one for each connection, which fills memory of
+the staging area and tells the sender how far it is. The replica's loop is never waited for.
+
+A sender that is silent for longer than the lease, is killed, or sends what does not belong loses its handover; what
+came of it is let go.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from engine.handover.channel import HandoverLost, MessageChannel
+from engine.handover.messages import (
+    HANDOVER_VERSION,
+    ID_BYTES,
+    BlockRun,
+    BlocksTaken,
+    HandoverBeat,
+    HandoverError,
+    HandoverFault,
+    HandoverGrant,
+    HandoverOffer,
+    HandoverRefusal,
+    HandoverSeal,
+    HandoverSealed,
+    run_blocks,
+)
+from engine.handover.staging import StagedPrefix, StagingArea, StagingRefused
+from engine.log import log
+from prefixcache.names import NAME_BYTES, split_names
+
+LEASE_S: Final = 3.0
+CONNECTIONS_MAX: Final = 32
+_ACCEPT_AGAIN_S: Final = 0.5  # once there was no descriptor for a sender
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """What a replica's blocks are of, how many bytes each has, and the region of its host."""
+
+    boot: str
+    model: str
+    revision: str
+    layout: str
+    block_bytes: int
+    region: str = ""
+
+
+class HandoverReceiver:
+    """Listens until `close`. `on_sealed` is called, by one of its threads, whenever a handover is whole."""
+
+    def __init__(
+        self, listener: socket.socket, area: StagingArea, format: BlockFormat, lease_s: float = LEASE_S,
+        on_sealed: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """It closes the listener."""
+        self._listener = listener
+        self._area = area
+        self._format = format
+        self._lease_s = lease_s
+        self._on_sealed = on_sealed
+        self._lock = threading.Lock()
+        self._channels: dict[MessageChannel, threading.Thread] = {}
+        self._closed = False
+        listener.setblocking(True)
+        self._thread = threading.Thread(target=self._listen, name="handovers", daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        return len(self._channels)
+
+    def close(self) -> None:
+        """Ends all connections and threads."""
+        self._closed = True
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            self._listener.close()
+        self._thread.join(self._lease_s)
+        with self._lock:
+            open_channels = dict(self._channels)
+        for channel, thread in open_channels.items():
+            channel.close()
+            thread.join(self._lease_s)
+
+    def _listen(self) -> None:
+        with self._listener:
+            while not self._closed:
+                try:
+                    peer, _ = self._listener.accept()
+                except OSError as error:
+                    if not self._closed:
+                        log("handovers_wait", level="error", error=str(error))
+                        time.sleep(_ACCEPT_AGAIN_S)
+                    continue
+                if len(self._channels) >= CONNECTIONS_MAX:
+                    peer.close()
+                    continue
+                channel = MessageChannel(peer, self._lease_s)
+                thread = threading.Thread(target=self._serve, args=(channel,), name="handover", daemon=True)
+                with self._lock:
+                    self._channels[channel] = thread
+                    thread.start()
+
+    def _serve(self, channel: MessageChannel) -> None:
+        with channel:
+            try:
+                self._receive(channel)
+            except (HandoverLost, HandoverError) as error:
+                log("handover_not_received", level="warning", problem=str(error))
+            finally:
+                with self._lock:
+                    del self._channels[channel]
+
+    def _receive(self, channel: MessageChannel) -> None:
+        """One handover, to its end. Raises HandoverLost and HandoverError; nothing of it is held then."""
+        offer = channel.receive(HandoverOffer)
+        try:
+            self._check(offer)
+            staged = self._area.open(offer.id, offer.block_bytes, offer.blocks, offer.shares_memory)
+        except StagingRefused as refused:
+            channel.send(HandoverRefusal(refused.fault, str(refused)))
+            log("handover_refused", level="warning", fault=refused.fault, problem=str(refused))
+            return
+        sealed = False
+        try:
+            channel.send(HandoverGrant(int(self._lease_s * 1e3), staged.descriptor is not None))
+            if staged.descriptor is not None:
+                channel.send_descriptor(staged.descriptor)
+            while not isinstance(message := channel.receive(BlockRun, HandoverBeat, HandoverSeal), HandoverSeal):
+                if isinstance(message, BlockRun):
+                    self._take(channel, staged, message)
+            if message.blocks != len(staged.names):
+                raise HandoverError(f"{message.blocks} blocks are sealed, and {len(staged.names)} came")
+            self._area.seal(staged)
+            sealed = True
+        finally:
+            if not sealed:
+                staged.release()
+        self._on_sealed()
+        channel.send(HandoverSealed(staged.whole))
+
+    def _take(self, channel: MessageChannel, staged: StagedPrefix, run: BlockRun) -> None:
+        """Takes in a run of blocks, and compares them with their checksums while they are in the processor's cache."""
+        names, count = split_names(run.names), len(run.checksums)
+        if run.first != len(staged.names) or run.first + count > staged.max_blocks:
+            raise HandoverError(f"{count} blocks from {run.first} on are not those awaited")
+        if len(names) != count or len(run.names) % NAME_BYTES or not 0 < count <= run_blocks(staged.block_bytes):
+            raise HandoverError(f"{len(run.names)} bytes of names, and {count} checksums")
+        began_s, whole = time.monotonic(), 0
+        with staged.view(run.first, count) as view:
+            for at, checksum in enumerate(run.checksums):
+                with view[at * staged.block_bytes : (at + 1) * staged.block_bytes] as block:
+                    if staged.descriptor is None:
+                        channel.receive_into(block)
+                    if whole == at and xxhash.xxh3_64_intdigest(block) == checksum:
+                        whole += 1
+        if whole < count:
+            self._area.count_corrupt(count - whole)
+            log("handover_corrupt", level="error", block=run.first + whole, blocks=count)
+        staged.add(names, whole)
+        channel.send(BlocksTaken(len(staged.names), staged.whole, int(1e6 * (time.monotonic() - began_s))))
+
+    def _check(self, offer: HandoverOffer) -> None:
+        """Raises StagingRefused where these blocks are of no use here."""
+        own = self._format
+        for fault, theirs, here in (
+            (HandoverFault.VERSION, str(offer.version), str(HANDOVER_VERSION)),
+            (HandoverFault.BOOT, offer.boot, own.boot),
+            (HandoverFault.MODEL, offer.model, own.model),
+            (HandoverFault.REVISION, offer.revision, own.revision),
+            (HandoverFault.LAYOUT, f"{offer.layout}, {offer.block_bytes}", f"{own.layout}, {own.block_bytes}"),
+        ):
+            if theirs != here:
+                raise StagingRefused(fault, f"the {fault} offered is {theirs[:200]!r}, and {here!r} here")
+        if offer.regions and own.region not in offer.regions:
+            where = ", ".join(offer.regions)
+            raise StagingRefused(HandoverFault.REGION, f"it may go to {where} alone, and here is {own.region!r}")
+        if len(offer.id) != ID_BYTES or offer.blocks < 1:
+            raise StagingRefused(HandoverFault.INVALID, "an offer of no blocks, or under no id")

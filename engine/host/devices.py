@@ -1,0 +1,28 @@
+"""The devices of a host that an agent's replicas may be on. It knows no replicas."""
+
+import contextlib
+import os
+from typing import Final
+
+from engine.host.paths import AgentStartError, kernel_cache
+from engine.hostinfo import cpu, gpus
+from engine.hostinfo.memory import HostDevice, cpu_device, gpu_devices
+from engine.protocol.specs import MachineSpec
+
+# oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; so does PyTorch's
+# own cache of them, which the second name bounds. Making one anew takes no longer than can be measured.
+_CPU_ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+
+
+def open_devices(spec: MachineSpec, scratch: contextlib.ExitStack) -> list[HostDevice]:
+    """The devices that replicas may be on: all GPUs of this host, the one that the spec names, or the CPU. Raises
+    AgentStartError."""
+    names = gpus.visible_gpus(os.environ)
+    kind, _, number = spec.device.partition(":")
+    if number and int(number) >= len(names):
+        raise AgentStartError(f"there is no {spec.device}: this host has {len(names)} GPUs, counted from 0")
+    if kind == "cpu" or not names:
+        caches = {name: os.environ.get(name, value) for name, value in _CPU_ENVIRONMENT.items()}
+        return [cpu_device(spec, {**caches, **cpu.waiting_environment(os.environ)})]
+    chosen = [names[int(number)]] if number else names
+    return gpu_devices(spec, chosen, {gpus.KERNEL_CACHE_VARIABLE: kernel_cache(spec, scratch)})

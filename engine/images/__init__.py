@@ -1,0 +1,1 @@
+"""Encodes the images of prompts."""

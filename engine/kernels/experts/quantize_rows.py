@@ -1,0 +1,54 @@
+"""Rows in 8 bits a number (e4m3), each with a factor, or with one for each 128 inputs: what tensor cores take beside
+weights of 8 bits. Factors follow from the row alone.
+
+T rows, K inputs, B blocks of 128 inputs.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.experts.grouped_linear import SCALE_INPUTS, ExpertRows
+from engine.kernels.pdl import release, supports_pdl, wait
+
+_MAX: Final = 448.0
+_LEAST = tl.constexpr(1e-12)  # the largest of a row of zeros counts as this
+
+
+@triton.jit
+def _quantize(x, out, scales, K, B, MAX: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    release()
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, BLOCKS)
+    inputs = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    wait()
+    values = tl.load(x + row * K + inputs, mask=inputs < K, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(values), 1), _LEAST)
+    if WHOLE:
+        scale = tl.max(largest, 0) / MAX
+        values = values / scale
+        tl.store(scales + row, scale)
+    else:
+        block_scales = largest / MAX
+        values = values / block_scales[:, None]
+        tl.store(scales + row * B + blocks, block_scales, mask=blocks < B)
+    values = tl.minimum(tl.maximum(values, -MAX), MAX)
+    tl.store(out + row * K + inputs, values.to(out.dtype.element_ty), mask=inputs < K)
+
+
+def quantize_rows(x_TK: Tensor, blocks: int) -> ExpertRows:
+    """The rows in 8 bits. `blocks` is how many factors a row has: 1, or one for each 128 inputs."""
+    rows, inputs = x_TK.shape
+    assert x_TK.is_contiguous()
+    assert blocks in (1, triton.cdiv(inputs, SCALE_INPUTS))
+    out_TK = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x_TK.device)
+    scales_TB = torch.empty(rows, blocks, dtype=torch.float32, device=x_TK.device)
+    _quantize[(rows,)](
+        x_TK, out_TK, scales_TB, inputs, blocks, MAX=_MAX, WHOLE=blocks == 1, WIDTH=SCALE_INPUTS,
+        BLOCKS=triton.next_power_of_2(triton.cdiv(inputs, SCALE_INPUTS)), num_warps=4,
+        launch_pdl=supports_pdl(x_TK.device),
+    )  # fmt: skip
+    return ExpertRows(out_TK, scales_TB)

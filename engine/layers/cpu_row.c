@@ -1,0 +1,232 @@
+// What a decoder does to few rows in bfloat16 on a CPU: y = W x for one row, with oneDNN's bits; norms, rotations, gates
+// and copies for any number of rows, each by itself, so that a row has the same bits among others. It knows no torch and
+// no Python.
+//
+// The weight of y = W x lies as oneDNN packs it for its own matmuls: 64 outputs beside each other, and of each the numbers of two
+// inputs at a time. A result is summed up in oneDNN's order too, one pair of inputs after the other, by the same
+// instruction, so that a row alone has the bits that it has among others.
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define OUTPUTS 64
+#define LANES 16
+#define AHEAD 4096         // bytes; processors fetch ahead by themselves, but no further than a page of memory
+#define UNDIVIDED 32768    // numbers up to which one thread is faster than several
+
+static void multiply_block(const uint16_t *packed, const uint32_t *x, uint16_t *y, long pairs, long chunk_pairs) {
+    __m512 totals[4];
+    for (long first = 0; first < pairs; first += chunk_pairs) {
+        long last = first + chunk_pairs < pairs ? first + chunk_pairs : pairs;
+        __m512 sums[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (long pair = first; pair < last; pair++, packed += 2 * OUTPUTS) {
+            __m512bh both = (__m512bh)_mm512_set1_epi32((int)x[pair]);
+            for (int part = 0; part < 4; part++) {
+                _mm_prefetch((const char *)(packed + 32 * part) + AHEAD, _MM_HINT_T0);
+                __m512bh weights = (__m512bh)_mm512_loadu_si512(packed + 32 * part);
+                sums[part] = _mm512_dpbf16_ps(sums[part], both, weights);
+            }
+        }
+        for (int part = 0; part < 4; part++)
+            totals[part] = first ? _mm512_add_ps(sums[part], totals[part]) : sums[part];
+    }
+    for (int part = 0; part < 4; part++)
+        _mm256_storeu_si256((__m256i *)(y + 16 * part), (__m256i)_mm512_cvtneps_pbh(totals[part]));
+}
+
+// x has `inputs` numbers, a multiple of 32; y `outputs`, a multiple of 64. Sums of `chunk` inputs each are added up.
+void hearth_multiply_row(
+    const uint16_t *packed, const uint16_t *x, uint16_t *y, long inputs, long outputs, long chunk, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long first = 0; first < outputs; first += OUTPUTS)
+        multiply_block(packed + first * inputs, (const uint32_t *)x, y + first, inputs / 2, chunk / 2);
+}
+
+static __mmask16 lanes(long left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1); }
+
+static __m512 load_bf16(const uint16_t *x, __mmask16 mask) {
+    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16);
+}
+
+static void store_bf16(uint16_t *y, __mmask16 mask, __m512 values) {
+    _mm256_mask_storeu_epi16(y, mask, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+static float inverse_rms(__m512 squares, long width, float epsilon) {
+    return 1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)width + epsilon);
+}
+
+static void add_norm_row(
+    float *sum, const void *added, int added_bf16, const float *weight, uint16_t *y, long width, float epsilon) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < width; i += LANES) {
+        __mmask16 mask = lanes(width - i);
+        __m512 x = _mm512_maskz_loadu_ps(mask, sum + i);
+        if (added) {
+            __m512 more = added_bf16 ? load_bf16((const uint16_t *)added + i, mask)
+                                     : _mm512_maskz_loadu_ps(mask, (const float *)added + i);
+            x = _mm512_add_ps(x, more);
+            _mm512_mask_storeu_ps(sum + i, mask, x);
+        }
+        squares = _mm512_fmadd_ps(x, x, squares);
+    }
+    __m512 scale = _mm512_set1_ps(inverse_rms(squares, width, epsilon));
+    for (long i = 0; i < width; i += LANES) {
+        __mmask16 mask = lanes(width - i);
+        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, sum + i), scale);
+        store_bf16(y + i, mask, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, weight + i)));
+    }
+}
+
+// sum += added, which may be missing, and y = the RMS norm of sum in bfloat16, row by row.
+void hearth_add_norm(
+    float *sum, const void *added, int added_bf16, const float *weight, uint16_t *y, long rows, long width,
+    float epsilon, int threads) {
+    long bytes = width * (added_bf16 ? 2 : 4);
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > UNDIVIDED)
+    for (long row = 0; row < rows; row++) {
+        const char *more = added ? (const char *)added + row * bytes : 0;
+        add_norm_row(sum + row * width, more, added_bf16, weight, y + row * width, width, epsilon);
+    }
+}
+
+static void norm_head(uint16_t *x, const float *weight, long size, float epsilon) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < size; i += LANES) {
+        __m512 some = load_bf16(x + i, 0xffff);
+        squares = _mm512_fmadd_ps(some, some, squares);
+    }
+    __m512 scale = _mm512_set1_ps(inverse_rms(squares, size, epsilon));
+    for (long i = 0; i < size; i += LANES)
+        store_bf16(x + i, 0xffff, _mm512_mul_ps(_mm512_mul_ps(load_bf16(x + i, 0xffff), scale), _mm512_loadu_ps(weight + i)));
+}
+
+static void rotate_head(uint16_t *x, const float *cos, const float *sin, long size) {
+    uint16_t *other = x + size / 2;
+    for (long i = 0; i < size / 2; i += LANES) {
+        long j = i + size / 2;
+        __m512 low = load_bf16(x + i, 0xffff), high = load_bf16(other + i, 0xffff);
+        __m512 first = _mm512_mul_ps(high, _mm512_loadu_ps(sin + i)), second = _mm512_mul_ps(low, _mm512_loadu_ps(sin + j));
+        store_bf16(x + i, 0xffff, _mm512_add_ps(_mm512_mul_ps(low, _mm512_loadu_ps(cos + i)), first));
+        store_bf16(other + i, 0xffff, _mm512_add_ps(_mm512_mul_ps(high, _mm512_loadu_ps(cos + j)), second));
+    }
+}
+
+// Norms each head of q and k with its row of `norm`, if there is one, and rotates it by halves, if there are tables; then
+// K and V go into their slots. A row of x has q's heads, k's, v's, of `size` numbers, a multiple of 32; cos and sin a row
+// of so many.
+void hearth_rotate_and_write(
+    uint16_t *x, const float *norm, const float *cos, const float *sin, const int64_t *slots, uint16_t *cache, long rows,
+    long heads, long kv_heads, long size, float epsilon, int threads) {
+    long width = (heads + 2 * kv_heads) * size, slot = 2 * kv_heads * size;
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > UNDIVIDED)
+    for (long row = 0; row < rows; row++) {
+        for (long head = 0; head < heads + kv_heads; head++) {
+            uint16_t *some = x + row * width + head * size;
+            if (norm) norm_head(some, norm + head * size, size, epsilon);
+            if (cos) rotate_head(some, cos + row * size, sin + row * size, size);
+        }
+        memcpy(cache + slots[row] * slot, x + row * width + heads * size, 2 * slot);
+    }
+}
+
+// e^x for x ≤ 0, to a few units in the last place: x = n·ln 2 + r, and a polynomial in r.
+static __m512 exponential(__m512 x) {
+    static const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 sum = _mm512_set1_ps(factors[0]);
+    for (int i = 1; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(factors[i]));
+    return _mm512_scalef_ps(sum, n);
+}
+
+static __m512 silu(__m512 x) {
+    __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return _mm512_div_ps(_mm512_mul_ps(x, _mm512_mask_mov_ps(one, negative, e)), _mm512_add_ps(one, e));
+}
+
+// y = silu of the first half of each row of x, rounded, times the second half.
+void hearth_silu_and_multiply(const uint16_t *x, uint16_t *y, long rows, long width, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * width > UNDIVIDED)
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < width; i += LANES) {
+            const uint16_t *gate = x + 2 * row * width + i;
+            __mmask16 mask = lanes(width - i);
+            __m256i gated = (__m256i)_mm512_cvtneps_pbh(silu(load_bf16(gate, mask)));
+            __m512 rounded = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(gated), 16);
+            store_bf16(y + row * width + i, mask, _mm512_mul_ps(rounded, load_bf16(gate + width, mask)));
+        }
+}
+
+// Copies whole blocks of the cache beside each other, then clears rows of them.
+void hearth_read_blocks(
+    const char *cache, const int64_t *blocks, long count, long block_bytes, char *into, const int64_t *unwritten,
+    long unwritten_count, long row_bytes, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (count * block_bytes > 8 * UNDIVIDED)
+    for (long i = 0; i < count; i++) memcpy(into + i * block_bytes, cache + blocks[i] * block_bytes, block_bytes);
+    for (long i = 0; i < unwritten_count; i++) memset(into + unwritten[i] * row_bytes, 0, row_bytes);
+}
+
+// One row's way through a whole layer but its attention. What the struct `row_layer` has is the layer's, for good; what
+// `row_step` has is the row's: its sum, what the layer before gave, and memory that each layer uses anew.
+typedef struct {
+    const uint16_t *packed;
+    long inputs, outputs, chunk;
+} matrix;
+
+typedef struct {
+    matrix qkv, output, gate_up, down;
+    const float *attention_norm, *mlp_norm, *qk_norm;
+    uint16_t *cache;
+} row_layer;
+
+typedef struct {
+    long hidden, heads, kv_heads, size;
+    float *sum;
+    uint16_t *added, *wide, *narrow;
+    float epsilon;
+    int threads;
+} row_step;
+
+static void multiply(const matrix *m, const uint16_t *x, uint16_t *y, int threads) {
+    hearth_multiply_row(m->packed, x, y, m->inputs, m->outputs, m->chunk, threads);
+}
+
+// From the sum to q, k and v; K and V into their slot, the keys' blocks beside each other, and q's heads where attention
+// takes them, those that share a KV head beside each other and each such group `q_stride` numbers after the one before.
+void hearth_before_attention(
+    const row_layer *layer, const row_step *step, int first, const float *cos, const float *sin, int64_t slot,
+    const int64_t *blocks, long count, long block_bytes, char *keys, const int64_t *unwritten, long unwritten_count,
+    uint16_t *q, long q_stride) {
+    long fold = step->heads / step->kv_heads * step->size;
+    add_norm_row(
+        step->sum, first ? 0 : step->added, 1, layer->attention_norm, step->narrow, step->hidden, step->epsilon);
+    multiply(&layer->qkv, step->narrow, step->wide, step->threads);
+    hearth_rotate_and_write(
+        step->wide, layer->qk_norm, cos, sin, &slot, layer->cache, 1, step->heads, step->kv_heads, step->size,
+        step->epsilon, 1);
+    hearth_read_blocks(
+        (const char *)layer->cache, blocks, count, block_bytes, keys, unwritten, unwritten_count,
+        4 * step->kv_heads * step->size, step->threads);
+    for (long n = 0; n < step->kv_heads; n++) memcpy(q + n * q_stride, step->wide + n * fold, 2 * fold);
+}
+
+// From what was attended to what the layer adds to the sum. Heads lie as in q, with strides of their own.
+void hearth_behind_attention(
+    const row_layer *layer, const row_step *step, const uint16_t *attended, long group_stride, long head_stride) {
+    long fold = step->heads / step->kv_heads;
+    for (long head = 0; head < step->heads; head++) {
+        const uint16_t *from = attended + head / fold * group_stride + head % fold * head_stride;
+        memcpy(step->wide + head * step->size, from, 2 * step->size);
+    }
+    multiply(&layer->output, step->wide, step->narrow, step->threads);
+    add_norm_row(step->sum, step->narrow, 1, layer->mlp_norm, step->narrow, step->hidden, step->epsilon);
+    multiply(&layer->gate_up, step->narrow, step->wide, step->threads);
+    hearth_silu_and_multiply(step->wide, step->narrow, 1, layer->down.inputs, 1);
+    multiply(&layer->down, step->narrow, step->added, step->threads);
+}

@@ -1,0 +1,144 @@
+"""What a decoder does to few bfloat16 rows on a CPU: cpu_row.c, compiled by the host's C compiler where there is one.
+
+oneDNN multiplies one row at half the speed of memory, since it is made for many. `multiply` reads the weight as oneDNN
+packed it and adds up in the same order; whoever uses it proves that first (layers/linear_cpu.py). The others take the
+place of many small calls of torch, for any number of rows. Without a compiler, or on a processor without AVX-512 for
+bfloat16, there are none. It knows no tensors.
+"""
+
+import ctypes
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Final, NamedTuple
+
+log = logging.getLogger(__name__)
+
+INPUTS_MULTIPLE: Final = 32
+OUTPUTS_MULTIPLE: Final = 64
+CHUNKS: Final = (512, 1024, 2048, 4096)  # inputs that oneDNN sums up apart, by the size of its matmul
+
+HEAD_MULTIPLE: Final = 32
+_POINTER: Final = ctypes.c_void_p
+_SIZE: Final = ctypes.c_long
+
+
+class RowFunctions(NamedTuple):
+    """The functions of cpu_row.c, which says what they take: addresses, sizes, and threads at last."""
+
+    multiply_row: Callable[..., None]
+    add_norm: Callable[..., None]
+    rotate_and_write: Callable[..., None]
+    silu_and_multiply: Callable[..., None]
+    read_blocks: Callable[..., None]
+    before_attention: Callable[..., None]
+    behind_attention: Callable[..., None]
+
+
+class Matrix(ctypes.Structure):
+    """`matrix` of cpu_row.c: a packed weight."""
+
+    outputs: int
+    _fields_: ClassVar = [("packed", _POINTER), ("inputs", _SIZE), ("outputs", _SIZE), ("chunk", _SIZE)]
+
+
+class RowLayer(ctypes.Structure):
+    """`row_layer` of cpu_row.c."""
+
+    _fields_: ClassVar = [
+        *((name, Matrix) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "qk_norm", "cache")),
+    ]
+
+
+class RowStep(ctypes.Structure):
+    """`row_step` of cpu_row.c."""
+
+    _fields_: ClassVar = [
+        *((name, _SIZE) for name in ("hidden", "heads", "kv_heads", "size")),
+        *((name, _POINTER) for name in ("sum", "added", "wide", "narrow")),
+        *(("epsilon", ctypes.c_float), ("threads", ctypes.c_int)),
+    ]
+
+
+_SOURCE: Final = Path(__file__).with_suffix(".c")
+_LIBRARY: Final = "cpu_row.so"
+_PROCESSORS: Final = Path("/proc/cpuinfo")
+_FEATURE: Final = "avx512_bf16"
+_FLAGS: Final = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+_COMPILING_S: Final = 30.0  # it takes a quarter of a second of a free core
+
+
+class _Compilation(NamedTuple):
+    process: "subprocess.Popen[bytes]"
+    folder: Path
+
+
+@cache
+def start_compiling() -> _Compilation | None:
+    """Starts the compiler, beside which much may be imported. None where it would be in vain."""
+    if _FEATURE not in _processor_features():
+        return None
+    compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("clang") or ""]
+    if not compiler[0]:
+        log.info("no C compiler: one row at a time is multiplied by oneDNN, which takes up to twice as long")
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="hearth-"))
+    command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(folder / _LIBRARY)]
+    quiet = subprocess.DEVNULL
+    try:
+        return _Compilation(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet), folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        log.info("no C compiler for single rows: %s", error)
+        return None
+
+
+@cache
+def row_functions() -> RowFunctions | None:
+    """Returns the compiled functions. torch must be imported: both then share OpenMP's threads."""
+    compilation = start_compiling()
+    if compilation is None:
+        return None
+    try:
+        compilation.process.wait(_COMPILING_S)
+        library = ctypes.CDLL(str(compilation.folder / _LIBRARY))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        compilation.process.kill()
+        compilation.process.wait()
+        log.info("the C compiler made nothing of %s, and oneDNN multiplies single rows: %s", _SOURCE.name, error)
+        return None
+    finally:
+        shutil.rmtree(compilation.folder, ignore_errors=True)
+    pointer, size, count, number = _POINTER, _SIZE, ctypes.c_int, ctypes.c_float
+    arguments: dict[str, list[Any]] = {
+        "multiply_row": [*[pointer] * 3, *[size] * 3, count],
+        "add_norm": [pointer, pointer, count, pointer, pointer, size, size, number, count],
+        "rotate_and_write": [*[pointer] * 6, *[size] * 4, number, count],
+        "silu_and_multiply": [pointer, pointer, size, size, count],
+        "read_blocks": [pointer, pointer, size, size, pointer, pointer, size, size, count],
+        "before_attention": [
+            *(pointer, pointer, count, pointer, pointer, ctypes.c_int64, pointer, size, size, pointer, pointer, size),
+            *(pointer, size),
+        ],
+        "behind_attention": [pointer, pointer, pointer, size, size],
+    }
+    functions = {name: library[f"hearth_{name}"] for name in arguments}
+    for name, function in functions.items():
+        function.argtypes, function.restype = arguments[name], None
+    return RowFunctions(**functions)
+
+
+def _processor_features() -> list[str]:
+    with suppress(OSError):
+        for line in _PROCESSORS.read_text().splitlines():
+            if line.startswith("flags"):
+                return line.split()
+    return []

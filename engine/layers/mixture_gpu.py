@@ -1,0 +1,154 @@
+"""A mixture of experts on a GPU: the router's choice becomes a list on the device, by which the experts' matmuls go.
+The host learns nothing of it, so that a CUDA graph holds the whole layer whatever its rows choose.
+
+A choice of a row is a part of the row's sum: whoever reads the result adds up the parts, as it does those of a linear
+layer. What all rows take is added to the first choice's part.
+
+T rows, K inputs, P parts, H hidden size, S rows of all experts' weights below each other.
+"""
+
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.bf12.codec import Bf12Weight
+from engine.kernels.bf12_decode import expand
+from engine.kernels.experts import grouped_bf12, grouped_linear
+from engine.kernels.experts.grouped_linear import ExpertWeights
+from engine.kernels.experts.grouped_tuning import bf12_tiling_for, has_large_blocks, tile_rows, tiling_for
+from engine.kernels.experts.route import ExpertPlan, route
+from engine.kernels.experts.routing_rule import RoutingRule
+from engine.layers.fp8_weight import Fp8Weight
+from engine.layers.linear_fp8 import rows_for
+
+_PARTS_ROWS_MAX: Final = 128  # of more rows parts are in the model's dtype: fewer bytes beside matmuls that take longer
+_BF12_ROWS_MAX: Final = 32  # of a tile; weights for larger ones are expanded, some experts at a time
+_CHUNK_BYTES: Final = 256 << 20
+
+Weight = Tensor | Bf12Weight | Fp8Weight
+
+
+class GpuExperts:
+    """Weights gate_up_SH and down_SH, in bf16, f16, 12 or 8 bits a number, and biases where there are any: every
+    expert's below those of the one before. `limit` is reference.gate's."""
+
+    def __init__(
+        self, gate_up: tuple[Weight, Tensor | None], down: tuple[Weight, Tensor | None], rule: RoutingRule, limit: float
+    ) -> None:
+        self._rule, self._limit = rule, limit
+        (self._gate_up, self._gate_up_bias), (self._down, self._down_bias) = gate_up, down
+        for weight, bias in (gate_up, down):
+            assert bias is None or not isinstance(weight, Bf12Weight), "what is in 12 bits a number has no bias"
+        biases = [bias.nbytes for _, bias in (gate_up, down) if bias is not None]
+        self.bytes = _bytes(self._gate_up) + _bytes(self._down) + sum(biases)
+        self._inner = _shape(self._down)[1]
+
+    def __call__(self, x_TH: Tensor, plan: ExpertPlan, added_PTH: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Each row's parts [P, T, H] in `dtype`, with what is added."""
+        return self._down_of(self._gated(x_TH, plan), plan, added_PTH, dtype)
+
+    def _gated(self, x_TH: Tensor, plan: ExpertPlan) -> Tensor:
+        entries, rule, weigh = len(plan.order_S), self._rule, self._rule.scales_inputs
+        out_SI, weight = x_TH.new_empty(entries, self._inner), self._gate_up
+        if isinstance(weight, Bf12Weight) and plan.rows <= _BF12_ROWS_MAX:
+            coded = bf12_tiling_for(self._inner, x_TH.shape[1], entries, rule.experts, gated=True)
+            return grouped_bf12.multiply_gated(x_TH, weight, plan, coded, weigh, out_SI)
+        tiling = tiling_for(
+            self._inner, x_TH.shape[1], entries, rule.experts, plan.rows, gated=True, blocks=_blocks(weight),
+            large=has_large_blocks(x_TH.device, x_TH.dtype),
+        )  # fmt: skip
+        for stack in _stacks(weight, self._gate_up_bias, rule.experts, x_TH.dtype):
+            own = rows_for(x_TH, stack, plan.rows)
+            grouped_linear.multiply_gated(own, stack, plan, tiling, self._limit, weigh, out_SI)
+        return out_SI
+
+    def _down_of(self, inner_SI: Tensor, plan: ExpertPlan, added_PTH: Tensor | None, dtype: torch.dtype) -> Tensor:
+        (rows, choices), rule, weight = plan.weights_TK.shape, self._rule, self._down
+        hidden, entries = _shape(weight)[0] // rule.experts, len(plan.order_S)
+        if isinstance(weight, Bf12Weight) and plan.rows <= _BF12_ROWS_MAX:
+            coded = bf12_tiling_for(hidden, self._inner, entries, rule.experts, gated=False)
+            out_PTH = inner_SI.new_empty(choices * coded.parts, rows, hidden, dtype=torch.float32)
+            return grouped_bf12.multiply(inner_SI, weight, plan, coded, added_PTH, not rule.scales_inputs, out_PTH)
+        tiling = tiling_for(
+            hidden, self._inner, entries, rule.experts, plan.rows, gated=False, blocks=_blocks(weight),
+            large=has_large_blocks(inner_SI.device, inner_SI.dtype),
+        )  # fmt: skip
+        dtype = torch.float32 if tiling.parts > 1 else dtype
+        out_PTH = inner_SI.new_empty(choices * tiling.parts, rows, hidden, dtype=dtype)
+        for stack in _stacks(weight, self._down_bias, rule.experts, inner_SI.dtype):
+            own = rows_for(inner_SI, stack, plan.rows)
+            grouped_linear.multiply(own, stack, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH)
+        return out_PTH
+
+
+class _Router(Protocol):
+    """A linear layer, whose result comes in parts [P, T, E]."""
+
+    bytes: int
+
+    def __call__(self, x_TK: Tensor) -> Tensor: ...
+
+
+class _SharedExpert(Protocol):
+    """An MLP that gives [P, T, H]; a mixture is called as it is."""
+
+    bytes: int
+
+    def __call__(self, x_TH: Tensor, count: Tensor | None) -> Tensor: ...
+
+
+class GpuMixture:
+    """The whole MLP of a layer (a llama.Mlp). `shared` is what all rows take."""
+
+    def __init__(
+        self, router: _Router, choice_bias_E: Tensor | None, rule: RoutingRule, experts: GpuExperts,
+        shared: _SharedExpert | None,
+    ) -> None:  # fmt: skip
+        self._router, self._rule, self._experts, self._shared = router, rule, experts, shared
+        self._choice_bias_E = choice_bias_E
+        self.bytes = router.bytes + experts.bytes + (0 if shared is None else shared.bytes)
+
+    def __call__(self, x_TH: Tensor, count: Tensor | None) -> Tensor:
+        """[P, T, H]. `count` is how many of the rows are the step's own."""
+        assert count is not None
+        rows, rule = len(x_TH), self._rule
+        plan = route(self._router(x_TH), count, rule, self._choice_bias_E, tile_rows(rows * rule.chosen, rule.experts))
+        added_PTH = None if self._shared is None else self._shared(x_TH, count)
+        dtype = torch.float32 if rows <= _PARTS_ROWS_MAX else x_TH.dtype
+        return self._experts(x_TH, plan, added_PTH, dtype)
+
+
+def _shape(weight: Weight) -> tuple[int, int]:
+    if isinstance(weight, Bf12Weight):
+        return weight.outputs, weight.inputs
+    outputs, inputs = weight.shape if isinstance(weight, Tensor) else weight.numbers_NK.shape
+    return outputs, inputs
+
+
+def _blocks(weight: Weight) -> int:
+    """How many factors an output has."""
+    return weight.scales_NB.shape[1] if isinstance(weight, Fp8Weight) else 1
+
+
+def _bytes(weight: Weight) -> int:
+    return weight.nbytes if isinstance(weight, Tensor) else weight.bytes
+
+
+def _stacks(weight: Weight, bias_S: Tensor | None, experts: int, dtype: torch.dtype) -> Iterator[ExpertWeights]:
+    """All experts as they are; those in 12 bits expanded, as many at a time as take the memory of a chunk."""
+    if isinstance(weight, Fp8Weight):
+        yield ExpertWeights(weight.numbers_NK, weight.scales_NB, bias_S)
+        return
+    if isinstance(weight, Tensor):
+        yield ExpertWeights(weight, None, bias_S)
+        return
+    outputs = weight.outputs // experts
+    together = max(1, min(experts, _CHUNK_BYTES // (outputs * weight.inputs * dtype.itemsize)))
+    copy_SK = torch.empty(together * outputs, weight.inputs, dtype=dtype, device=weight.words_NW.device)
+    for first in range(0, experts, together):
+        lines = range(first * outputs, min(first + together, experts) * outputs)
+        chunk_SK = copy_SK[: len(lines)]
+        expand(weight, chunk_SK, lines)
+        yield ExpertWeights(chunk_SK, first=first)

@@ -1,0 +1,1 @@
+"""One model in several processes: rank 0 decides and says, the others follow."""

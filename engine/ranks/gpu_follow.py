@@ -1,0 +1,54 @@
+"""A follower of a decoder on GPUs: it opens its part as rank 0 says, and launches what rank 0 launches."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from engine.execution.gpu_model import GpuModel
+from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
+from engine.execution.memory_plan import context_tokens
+from engine.models.config import read_decoder_config
+from engine.protocol.specs import ModelSpec
+from engine.ranks.board import RankBoard
+from engine.ranks.channel import RankChannel, swap_as_follower
+from engine.ranks.command_ring import CommandKind
+from engine.ranks.cpu_part import share_of
+from engine.ranks.exchange import wait_for_others
+from engine.ranks.follower import Follower, FollowerModel
+from engine.ranks.gpu_executor import unpack_order
+from engine.ranks.gpu_part import facts_of, open_part
+from engine.ranks.software import require_like, software_of
+from engine.weights.source import WeightSource
+
+
+def follow_on_gpu(
+    model: ModelSpec, device: torch.device, board: RankBoard, channel: RankChannel, rank: int, waker: int
+) -> None:
+    """A follower's life: loads its part as rank 0 says, and follows until it is told to end."""
+    follower, wait = Follower(board, rank, waker), wait_for_others(board)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with torch.inference_mode(), ExitStack() as resources:
+        channel.send(facts_of(rank, board.ranks, device))
+        config = read_decoder_config(Path(model.folder), vectors=model.vectors)
+        dtype, arena_bytes, software = follower.read(
+            CommandKind.OPEN, lambda said: (getattr(torch, said[0]), said[1], said[2])
+        )
+        require_like(rank, software_of(device), software)
+        source = WeightSource.open(Path(model.folder), config, dtype, device, model.random_weights)
+        part = open_part(
+            share_of(model, board.ranks), source, rank, board.ranks, arena_bytes, swap_as_follower(channel, wait)
+        )
+        opened = GpuModel(
+            model, config, source, context_tokens(model, config.context_tokens), follower.beat, part, resources
+        )
+
+        def begin(said: list[list[int]]) -> GpuRunner:
+            with opened.memory.stream.entered():
+                opened.memory.workspace.grow(said[0])
+            return opened.runner(GRAPH_ROWS_MAX if device.type == "cuda" else 0)
+
+        runner = follower.read(CommandKind.OPEN, begin)
+        resources.callback(runner.close)
+        follower.follow(FollowerModel(lambda payload: runner.follow(*unpack_order(payload)), opened.memory, runner))

@@ -1,0 +1,268 @@
+"""Rank 0's model of several ranks: what its parts are told is said to all followers first, and done here then.
+
+Steps are not waited for: ranks meet in their exchanges. What may be refused is: it is done on all ranks or on none, and
+the answer upward is one. It knows neither processes nor what is computed.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Final
+
+import msgspec
+
+from engine.memory.errors import CaptureFailed, OutOfDeviceMemory, OutOfHostMemory
+from engine.protocol.types import RankLoad
+from engine.ranks.command_ring import CommandKind, CommandWriter
+from engine.ranks.group import RankGroup, RankLost
+from engine.step.cost_model import CostModel
+from engine.step.executor import DecoderExecutor, DecoderMemory, InflightStep, LoadedModel, MemoryUsage, PagedMemory
+from engine.step.layout import Int32s, unpack_step
+from engine.step.limits import check_step
+
+REFUSALS: Final = {error.__name__: error for error in (OutOfDeviceMemory, OutOfHostMemory, CaptureFailed)}
+"""What a rank may answer instead of doing a command: nothing has changed on it then."""
+_MOVE_STALL_S: Final = 60.0  # a GPU's rank says nothing while it pins host memory, some 3 ms for 32 MiB
+_OF_THE_HOST: Final = ("memory_bytes", "kept_bytes", "standby_bytes")  # of what a MemoryUsage counts
+
+
+@dataclass(frozen=True, slots=True)
+class RankCommand:
+    """Something that every rank does: what followers are told, and what rank 0 does itself."""
+
+    kind: CommandKind
+    payload: tuple[object, ...]
+    act: Callable[[], int | None]
+
+
+class RankCommands:
+    """Says commands to the followers of a group, and collects what they answer.
+
+    begin_launched  sends what was launched and waits for tokens: what is said comes behind it.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.begin_launched: Callable[[], None] = lambda: None
+        self._writer = CommandWriter(group.board, group.wakers)
+
+    def say(self, kind: CommandKind, *payload: object) -> int:
+        """Tells the followers something. Returns the command's number. Raises RankLost."""
+        self.begin_launched()
+        return self.send(kind, msgspec.msgpack.encode(payload))
+
+    def send(self, kind: CommandKind, payload: bytes) -> int:
+        self.group.begin()
+        if kind == CommandKind.LAUNCH:
+            self.group.board.steps_W[0] += 1
+        return self._writer.publish(kind, payload, self.group.wait)
+
+    def close(self) -> None:
+        """Tells the followers to end, where they can still hear it."""
+        if not self.group.board.aborted:
+            self.say(CommandKind.CLOSE)
+            self.group.closing = True
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Rank 0 computes within it what followers compute too: an error there is the end of all."""
+        try:
+            with self.group.working():
+                yield
+        except RankLost:
+            raise
+        except Exception as error:
+            raise self.group.lose(f"rank 0 failed in a step: {error!r}"[:300]) from error
+
+    def do(self, command: RankCommand) -> None:
+        """Does what no rank may refuse, in the order of what was said before, and waits for nobody. Raises RankLost."""
+        self.say(command.kind, *command.payload)
+        self._act(command)
+
+    def attempt(self, command: RankCommand, undo: RankCommand) -> int:
+        """Does a command on all ranks. Returns what rank 0's `act` did. Where one refuses, those that did it do `undo`,
+        and the refusal is raised. Raises RankLost."""
+        number, refusal, result = self.say(command.kind, *command.payload), None, 0
+        try:
+            result = self._act(command)
+        except tuple(REFUSALS.values()) as error:
+            refusal = error
+        refused = self._refusals(number)
+        if refusal is None and not refused:
+            return result
+        # A follower that refused the command of this number leaves out what takes it back.
+        taken_back = self.say(undo.kind, *undo.payload, number)
+        if refusal is None:
+            rank, (name, _, reason) = next((rank, text.partition(": ")) for rank, text in refused.items())
+            refusal = REFUSALS[name](f"rank {rank}: {reason}")
+            self._act(undo, final=True)
+        if self._refusals(taken_back):
+            raise self.group.lose(f"{command.kind.name} could not be taken back on all ranks")
+        raise refusal
+
+    def wait(self, number: int) -> None:
+        """Returns when all followers have done a command that none may refuse. Raises RankLost."""
+        if refused := self._refusals(number):
+            raise self.group.lose(f"rank {next(iter(refused))} refused what it may not")
+
+    def _refusals(self, number: int) -> dict[int, str]:
+        """What the followers say that refused a command, by rank, when all have answered."""
+        board = self.group.board
+        self.group.wait(lambda: bool((board.ended_W[1:] >= number).all()))
+        return {rank: board.error(rank) for rank in range(1, board.ranks) if board.failed_W[rank] == number}
+
+    def _act(self, command: RankCommand, final: bool = False) -> int:
+        """Anything but a refusal, and a refusal of what is `final`, leaves ranks unlike each other."""
+        try:
+            with self.group.working():
+                return command.act() or 0
+        except RankLost:
+            raise
+        except Exception as error:
+            if isinstance(error, tuple(REFUSALS.values())) and not final:
+                raise
+            raise self.group.lose(f"rank 0 failed: {error!r}"[:300]) from error
+
+
+class RankedExecutor:
+    """A DecoderExecutor of several ranks. Only rank 0 samples."""
+
+    def __init__(self, local: DecoderExecutor, commands: RankCommands) -> None:
+        self.limits = local.limits
+        self.costs: CostModel | None = local.costs
+        self.local = local
+        self.sample = local.sample
+        self.warm_up = local.warm_up
+        self._commands = commands
+
+    def launch(self, packed: Int32s) -> InflightStep:
+        """As in StepExecutor. A step that names what is not there is refused before a follower begins it."""
+        check_step(unpack_step(packed), self.limits)
+        self._commands.send(CommandKind.LAUNCH, packed.tobytes())
+        with self._commands.computing():
+            return self.local.launch(packed)
+
+
+class RankedPagedMemory:
+    """A PagedMemory of several ranks: the blocks have the same numbers on all of them.
+
+    layout  as rank 0's, with the bytes that a block takes on all ranks of one device.
+    """
+
+    def __init__(self, local: PagedMemory, index: int, commands: RankCommands, block_bytes: int) -> None:
+        self.layout = replace(local.layout, block_bytes=block_bytes)
+        self._local = local
+        self._index = index
+        self._commands = commands
+
+    @property
+    def mapped(self) -> list[int]:
+        return self._local.mapped
+
+    def zero(self, blocks: Items[int]) -> None:
+        self._do(CommandKind.ZERO, lambda: self._local.zero(blocks), [*blocks])
+
+    def copy(self, sources: Items[int], targets: Items[int]) -> None:
+        self._do(CommandKind.COPY, lambda: self._local.copy(sources, targets), [*sources], [*targets])
+
+    def map(self, extents: Items[int]) -> None:
+        """As in PagedMemory, on all ranks or on none."""
+        payload = (self._index, [*extents])
+        self._commands.attempt(
+            RankCommand(CommandKind.MAP, payload, lambda: self._local.map(extents)),
+            RankCommand(CommandKind.UNMAP, payload, lambda: self._local.unmap(extents)),
+        )
+
+    def unmap(self, extents: Items[int]) -> None:
+        self._do(CommandKind.UNMAP, lambda: self._local.unmap(extents), [*extents])
+
+    def _do(self, kind: CommandKind, act: Callable[[], None], *payload: list[int]) -> None:
+        self._commands.do(RankCommand(kind, (self._index, *payload), act))
+
+
+class RankedMemory:
+    """A DecoderMemory of several ranks on one host, which sleep and wake as one."""
+
+    def __init__(
+        self, local: DecoderMemory, commands: RankCommands, shared_block_bytes: Items[int] | None = None
+    ) -> None:
+        """`shared_block_bytes`: all ranks are on one device, as on a CPU, and a block of each memory takes so much on
+        all of them; else each has its own, and its bytes are counted of each."""
+        self._shared = shared_block_bytes is not None
+        self._patience_s = None if self._shared else _MOVE_STALL_S
+        sizes = shared_block_bytes or [memory.layout.block_bytes for memory in local.memories]
+        self.memories: tuple[PagedMemory, ...] = tuple(
+            RankedPagedMemory(memory, index, commands, block_bytes)
+            for index, (memory, block_bytes) in enumerate(zip(local.memories, sizes, strict=True))
+        )
+        self.tier = None  # blocks of several ranks leave for no other memory
+        self.arrived = local.arrived
+        self._local = local
+        self._commands = commands
+
+    @property
+    def devices(self) -> int:
+        """As LoadedModel has them."""
+        return 1 if self._shared else self._commands.group.board.ranks
+
+    def prepare(self) -> int:
+        """As in Sleeper, on all ranks."""
+        self._commands.say(CommandKind.PREPARE)
+        return self._local.prepare()
+
+    def sleep(self, keep: Items[Items[int]]) -> int:
+        """As in Sleeper: where one rank has no memory for what is to be kept, all stay awake."""
+        blocks, extents = [[*each] for each in keep], [memory.mapped for memory in self.memories]
+        return self._attempt(
+            RankCommand(CommandKind.SLEEP, (blocks,), lambda: self._local.sleep(blocks)),
+            RankCommand(CommandKind.WAKE, (extents, blocks), lambda: self._local.wake(extents, blocks)),
+        )
+
+    def wake(self, extents: Items[Items[int]], restore: Items[Items[int]]) -> int:
+        """As in Sleeper: where one rank has no memory, all sleep on."""
+        there, blocks = [[*each] for each in extents], [[*each] for each in restore]
+        return self._attempt(
+            RankCommand(CommandKind.WAKE, (there, blocks), lambda: self._local.wake(there, blocks)),
+            RankCommand(CommandKind.SLEEP, (blocks,), lambda: self._local.sleep(blocks)),
+        )
+
+    def usage(self) -> MemoryUsage:
+        """As in Sleeper: of all ranks where these share a device; else every rank holds as much as rank 0."""
+        own, board = self._local.usage(), self._commands.group.board
+        if not self._shared:
+            host = {name: board.ranks * getattr(own, name) for name in _OF_THE_HOST}
+            return replace(own, **host)
+        layouts, weights_bytes = [memory.layout for memory in self.memories], int(board.weights_bytes_W.sum())
+        mapped = [len(memory.mapped) * memory.layout.extent_bytes for memory in self.memories]
+        block_bytes = sum(layout.block_bytes for layout in layouts)
+        own_block_bytes = sum(memory.layout.block_bytes for memory in self._local.memories)
+        kept_bytes, standby_bytes = (
+            count * block_bytes // own_block_bytes for count in (own.kept_bytes, own.standby_bytes)
+        )
+        return MemoryUsage(
+            device_bytes=weights_bytes + sum(mapped) if own.device_bytes else 0, asleep_bytes=0,
+            min_bytes=weights_bytes + sum(layout.min_extents * layout.extent_bytes for layout in layouts),
+            max_bytes=weights_bytes + max(layout.extents * layout.extent_bytes for layout in layouts),
+            memory_bytes=kept_bytes, weights_bytes=weights_bytes, kv_bytes=sum(mapped), kept_bytes=kept_bytes,
+            standby_bytes=standby_bytes,
+        )  # fmt: skip
+
+    def _attempt(self, command: RankCommand, undo: RankCommand) -> int:
+        group = self._commands.group
+        with nullcontext() if self._patience_s is None else group.patient(self._patience_s):
+            return group.board.ranks * self._commands.attempt(command, undo)
+
+    def rank_loads(self) -> list[RankLoad]:
+        """What each rank has done so far, and holds."""
+        board = self._commands.group.board
+        board.device_bytes_W[0] = self._local.usage().device_bytes
+        columns = (board.steps_W, board.waited_us_W // 1000, board.device_bytes_W)
+        return [RankLoad(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def ranked_model(loaded: LoadedModel) -> LoadedModel:
+    """The model with what its memory, which is that of several ranks, says of them."""
+    memory = loaded.sleeper
+    assert isinstance(memory, RankedMemory)
+    return replace(loaded, rank_loads=memory.rank_loads, devices=memory.devices)

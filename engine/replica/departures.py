@@ -1,0 +1,217 @@
+"""Sequences that move away from a replica, between two steps: their full blocks are copied into what the handovers'
+threads send. It knows no sockets of gateways and no steps.
+
+A sequence that moves goes on computing here, and its blocks follow it run by run; once the receiver holds all there are
+it ends as moved. Whatever goes wrong before that ends its handover, and nothing else.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from engine.handover.dial import dial
+from engine.handover.receiver import BlockFormat
+from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
+from engine.log import log
+from engine.protocol.cache_frames import HandOver, HandOverFailed
+from engine.protocol.types import PrefillLoad
+from engine.scheduling.intake import Intake
+from engine.sequences.sequence import Sequence, SequenceState
+from engine.step.executor import BlockExchange
+from prefixcache.names import BlockNames, next_name
+from prefixcache.namespace import Namespace
+from prefixcache.radix import TOKEN_BYTES
+
+OUTGOING_MAX: Final = 64  # sequences that move away at once
+TURN_PIECES: Final = 8  # copied between two steps, of at most 1 MiB each
+LINKS_MAX: Final = 64  # whose speed is remembered
+_LINK_KEPT: Final = 0.75  # of a link's speed, when another handover has measured it
+_MORE_BLOCKS: Final = 4  # that a sequence may fill while it moves, beyond which they are computed again
+
+
+@dataclass(slots=True)
+class _Departure:
+    """A sequence that is to move; `name` is that of the last block that was pushed."""
+
+    sequence: Sequence
+    order: HandOver
+    name: bytes
+    outgoing: OutgoingHandover | None = None
+
+
+@dataclass
+class Departures:
+    """The sequences that move away.
+
+    address    where this replica takes in handovers; empty: nothing moves here.
+    on_news    is called by a handover's thread.
+    counters   of sequences moved and failed, moved_blocks and sent_blocks.
+    links      bytes a second that blocks came at, by the address of whoever took them; of the latest LINKS_MAX.
+    """
+
+    exchange: BlockExchange | None
+    format: BlockFormat
+    intake: Intake
+    unshared: Namespace
+    address: str
+    on_news: Callable[[], None]
+    counters: Counter[str] = field(default_factory=Counter)
+    links: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._moving: dict[tuple[int, int], _Departure] = {}
+        self._failed: list[tuple[int, HandOverFailed]] = []
+
+    @property
+    def held(self) -> int:
+        """How many sequences move now."""
+        return len(self._moving)
+
+    def prefill_load(self) -> PrefillLoad | None:
+        """What computing a prompt takes here and how much of that is to do; None where nothing moves."""
+        if not self.address:
+            return None
+        costs = self.intake.step_costs
+        live = [each for each in self.intake.waiting.sequences.values() if not each.background]
+        running = [each for each in live if each.state == SequenceState.RUNNING]
+        decoding = sum(each.decoding for each in running)
+        leaving = sum(each.decoding for each in self._sequences)
+        prompts = [(len(each.tokens), each.computed) for each in live if len(each.tokens) - each.computed > 1]
+        return PrefillLoad(
+            len(prompts),
+            sum(tokens - computed for tokens, computed in prompts),
+            sum((tokens - computed) * (tokens + computed + 1) / 2 for tokens, computed in prompts),
+            decoding,
+            min(leaving, decoding),
+            self._unsent_tokens,
+            costs.chunk_tokens,
+            *costs.costs,
+            self.format.block_bytes // self.unshared.block_tokens,
+            self.links,
+        )
+
+    def begin(self, owner: int, order: HandOver) -> None:
+        """Moves a sequence. One that has ended, or that nobody knows, needs no answer: its end is on its way."""
+        sequence = self.intake.waiting.sequences.get((owner, order.id))
+        if sequence is None:
+            return
+        if not self.address:
+            self._fail(owner, order.id, "this replica hands over no KV: set handover_bytes, for a model that can")
+        elif sequence.images:
+            self._fail(
+                owner, order.id, "a prompt with images is computed anew: their KV has names in one replica alone"
+            )
+        elif (owner, order.id) in self._moving:
+            self._fail(owner, order.id, "it moves already")
+        elif len(self._moving) >= OUTGOING_MAX:
+            self._fail(owner, order.id, f"{OUTGOING_MAX} sequences move away already")
+        else:
+            root = BlockNames(order.key).root(sequence.namespace or self.unshared)
+            self._moving[owner, order.id] = _Departure(sequence, order, root)
+
+    def turn(self) -> list[tuple[int, HandOverFailed]]:
+        """Moves what can be moved now. Returns what failed, with its owners."""
+        budget = TURN_PIECES
+        for key, departure in list(self._moving.items()):
+            budget -= self._advance(key, departure, budget)
+        failed, self._failed = self._failed, []
+        return failed
+
+    @property
+    def _sequences(self) -> list[Sequence]:
+        """The sequences that move now, and run."""
+        moving = (each.sequence for each in self._moving.values())
+        return [sequence for sequence in moving if sequence.state == SequenceState.RUNNING]
+
+    @property
+    def _unsent_tokens(self) -> int:
+        """Tokens of the sequences that move whose KV is there and was not copied yet."""
+        size = self.unshared.block_tokens
+        pushed = [
+            (each.sequence.computed, 0 if each.outgoing is None else each.outgoing.pushed * size)
+            for each in self._moving.values()
+        ]
+        return sum(max(0, computed - sent) for computed, sent in pushed)
+
+    def close(self) -> None:
+        """Ends them all."""
+        for departure in self._moving.values():
+            if departure.outgoing is not None:
+                departure.outgoing.abort()
+        self._moving.clear()
+
+    def _advance(self, key: tuple[int, int], departure: _Departure, budget: int) -> int:
+        """Takes a departure as far as it goes now. Returns how many pieces it took."""
+        sequence, outgoing = departure.sequence, departure.outgoing
+        if sequence.state == SequenceState.ENDED:
+            self._end(key)
+        elif outgoing is None:
+            if sequence.state == SequenceState.RUNNING:
+                departure.outgoing = self._open(departure)
+        elif outgoing.state == HandoverState.FAILED:
+            self._end(key, outgoing.problem)
+        elif outgoing.state == HandoverState.SEALED:
+            self.counters["moved"] += 1
+            self.counters["moved_blocks"] += outgoing.whole
+            self._learn(outgoing)
+            self._end(key)
+            self.intake.move(sequence)
+        elif sequence.state != SequenceState.RUNNING:
+            self._end(key, "it was preempted, and has no blocks any more")
+        elif outgoing.state == HandoverState.MOVING:
+            return self._push(departure, outgoing, budget)
+        return 0
+
+    def _learn(self, outgoing: OutgoingHandover) -> None:
+        """Takes in how fast a handover's blocks came."""
+        if outgoing.bytes_s:
+            address = outgoing.plan.address
+            before = self.links.pop(address, outgoing.bytes_s)
+            self.links[address] = _LINK_KEPT * before + (1 - _LINK_KEPT) * outgoing.bytes_s
+            if len(self.links) > LINKS_MAX:
+                del self.links[next(iter(self.links))]
+
+    def _open(self, departure: _Departure) -> OutgoingHandover:
+        sequence, order, size = departure.sequence, departure.order, self.unshared.block_tokens
+        whole = min(len(sequence.tokens) // size + _MORE_BLOCKS, (sequence.max_total_tokens - 1) // size)
+        plan = HandoverPlan(order.address, order.boot, order.key, max(1, whole), sequence.regions)
+        folder = self.address.removeprefix("unix:").rpartition("/")[0]
+        return OutgoingHandover(plan, self.format, partial(dial, folder=folder), self.on_news)
+
+    def _push(self, departure: _Departure, outgoing: OutgoingHandover, budget: int) -> int:
+        """Copies blocks that are full, and seals once these were all and the prompt's end is among them."""
+        assert self.exchange is not None
+        sequence, size, pieces = departure.sequence, self.unshared.block_tokens, 0
+        full = min(sequence.computed // size, outgoing.plan.blocks)
+        while outgoing.pushed < full and pieces < budget:
+            first, count = outgoing.pushed, min(full - outgoing.pushed, outgoing.max_run)
+            if (piece := outgoing.piece(count)) is None:
+                break
+            self.exchange.gather(sequence.table[first : first + count].tolist(), piece)
+            names, packed = [], memoryview(sequence.tokens).cast("B")
+            for block in range(first, first + count):
+                start = block * size * TOKEN_BYTES
+                departure.name = next_name(departure.name, packed[start : start + size * TOKEN_BYTES])
+                names.append(departure.name)
+            packed.release()
+            outgoing.push(names, piece)
+            self.counters["sent_blocks"] += count
+            pieces += 1
+        if outgoing.pushed >= full and sequence.emitted and sequence.decoding and not sequence.loading_blocks:
+            outgoing.seal()
+        return pieces
+
+    def _end(self, key: tuple[int, int], problem: str | None = None) -> None:
+        """Ends a departure; with a problem its sequence stays."""
+        departure = self._moving.pop(key)
+        if departure.outgoing is not None:
+            departure.outgoing.abort()
+        if problem is not None:
+            self._fail(*key, problem)
+
+    def _fail(self, owner: int, id: int, problem: str) -> None:
+        self.counters["failed"] += 1
+        log("handover_failed", level="warning", problem=problem)
+        self._failed.append((owner, HandOverFailed(id, problem)))

@@ -1,0 +1,148 @@
+"""What a replica's loop does for sequences that move, between two steps: some depart, and what was received for those
+that come is found. It knows no sockets of gateways and no steps.
+"""
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from engine.handover.receiver import BlockFormat, HandoverReceiver
+from engine.handover.staging import StagedPrefix, StagingArea
+from engine.log import log
+from engine.protocol.address import HANDOVER_SOCKET
+from engine.protocol.connection import listen, remove_socket
+from engine.protocol.frames import Submit
+from engine.protocol.specs import ReplicaSpec
+from engine.protocol.types import Scope
+from engine.replica.departures import Departures
+from engine.scheduling.intake import Intake
+from engine.sequences.sequence import Sequence, SequenceState
+from engine.sequences.validation import RequestValidator
+from engine.step.executor import BlockExchange, LoadedModel
+from prefixcache.namespace import Namespace
+from prefixcache.tree import EPOCHS_MAX
+
+
+def handover_address(address: str) -> str:
+    """Where a replica at this address takes in handovers: a socket beside its own. Empty for one that has no folder."""
+    if not address.startswith("unix:"):
+        return ""
+    return f"{address.removesuffix('.sock')}{HANDOVER_SOCKET}.sock"
+
+
+@dataclass
+class Handovers:
+    """The handovers of one replica, in and out. `bell` is readable whenever a thread has news.
+
+    address      where others push to; empty: nothing moves here.
+    departures   the sequences that move away.
+    """
+
+    exchange: BlockExchange | None
+    format: BlockFormat
+    area: StagingArea
+    intake: Intake
+    unshared: Namespace  # of sequences that share with nobody: their keys are theirs alone
+    address: str
+
+    def __post_init__(self) -> None:
+        self.departures = Departures(
+            self.exchange, self.format, self.intake, self.unshared, self.address, on_news=self._ring
+        )
+        self._epochs: dict[bytes, int] = {}
+        self._claimed: list[tuple[Sequence, StagedPrefix]] = []
+        self._resources = ExitStack()
+        self.bell, self._clapper = socket.socketpair()
+        for end in (self.bell, self._clapper):
+            end.setblocking(False)
+            self._resources.callback(end.close)
+        if self.address:
+            receiver = HandoverReceiver(listen(self.address), self.area, self.format, on_sealed=self._ring)
+            self._resources.callback(remove_socket, self.address)
+            self._resources.callback(receiver.close)
+
+    # From gateways
+
+    def claim(self, submit: Submit, sequences: list[Sequence]) -> None:
+        """Finds what was handed over of these sequences, which wait for their turn."""
+        for given, sequence in zip(submit.given, sequences, strict=False):
+            if given.handover and self.address:
+                namespace = sequence.namespace or self.unshared
+                sequence.staged = self.area.claim(given.handover, namespace, sequence.tokens)
+                if sequence.staged is not None:
+                    self._claimed.append((sequence, sequence.staged))
+
+    def raise_epochs(self, epochs: dict[bytes, int]) -> None:
+        """Lets go of what waits here, where one of these accounts or scopes had a lower epoch, or none that is
+        known."""
+        if any(epoch > self._epochs.get(id, 0) for id, epoch in epochs.items()):
+            self.area.purge()
+            self.sweep()
+        if len(self._epochs) + len(epochs) > EPOCHS_MAX:
+            self._epochs.clear()
+        self._epochs |= epochs
+
+    # Between steps
+
+    def release_ended(self) -> None:
+        """Releases what was claimed for sequences that ended before they started."""
+        for sequence, staged in self._claimed:
+            if sequence.state == SequenceState.ENDED:
+                sequence.staged = None
+                staged.release()
+        self._claimed = [(sequence, staged) for sequence, staged in self._claimed if sequence.staged is not None]
+
+    def sweep(self) -> None:
+        """Lets go of what was not claimed in time."""
+        for id in self.area.sweep():
+            log("handover_lapsed", level="warning", id=id.hex())
+
+    def load_counters(self) -> dict[str, int]:
+        """What ReplicaLoad says of handovers: those of the staging area and of sequences moved and failed, moved_blocks
+        and sent_blocks, each as handover_…, which only grow; and how many are held now, on either side. And how long
+        its steps took, steps_ms, and prompts in them, prompts_ms."""
+        if not self.address:
+            return {}
+        held, costs = self.area.held + self.departures.held, self.intake.step_costs
+        counts = {"held": held, **self.departures.counters, **self.area.counters}
+        times = {"prompts_ms": int(costs.prompts_us / 1e3), "steps_ms": int(costs.steps_us / 1e3)}
+        return {**times, **{f"handover_{name}": count for name, count in counts.items()}}
+
+    def close(self) -> None:
+        """Ends all handovers, and gives back what is held."""
+        self.departures.close()
+        self._resources.close()
+
+    # Inside
+
+    def _ring(self) -> None:
+        """Wakes the loop; a bell that was not heard yet needs no second ring."""
+        try:
+            self._clapper.send(b"\0")
+        except OSError:
+            return
+
+
+def open_handovers(
+    model: LoadedModel, spec: ReplicaSpec, intake: Intake, validator: RequestValidator, clock: Callable[[], float]
+) -> Handovers:
+    """What a replica needs to hand over sequences, and to take them in where its spec gives that memory."""
+    paged = model.paged
+    works = spec.model.handover_bytes and model.exchange is not None
+    format = BlockFormat(
+        boot=str(spec.boot),
+        model=spec.model.name,
+        revision=model.revision,
+        layout=validator.kv_layout,
+        block_bytes=paged.layout.block_bytes if paged is not None else 0,
+        region=spec.region,
+    )
+    return Handovers(
+        exchange=model.exchange,
+        format=format,
+        area=StagingArea(spec.model.handover_bytes, clock),
+        intake=intake,
+        unshared=validator.namespace(Scope()),
+        address=handover_address(spec.address) if works else "",
+    )

@@ -1,0 +1,1 @@
+"""What `hearth accounts` and `hearth apply` do beyond one change of one account."""

@@ -1,0 +1,1 @@
+"""How the processes of a deployment are started by what runs a host or a cluster."""

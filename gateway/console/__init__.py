@@ -1,0 +1,1 @@
+"""The console in the browser: static files, and what serves them."""

@@ -1,0 +1,1 @@
+"""How the models of a cluster's catalogue come to each of its hosts."""

@@ -1,0 +1,1 @@
+"""Hosts' identities: keys, certificates and their authority."""

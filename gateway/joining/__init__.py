@@ -1,0 +1,1 @@
+"""How hosts become members of a cluster, and stay it."""

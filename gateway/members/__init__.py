@@ -1,0 +1,1 @@
+"""Where a gateway learns which machines there are."""

@@ -1,0 +1,96 @@
+"""Weights of 8 bits a number in engine/kernels/experts and the layers over it, with factors of outputs and of blocks,
+beside what the same numbers give in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.experts import grouped_linear, reference
+from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights, GroupedTiling
+from engine.kernels.experts.quantize_rows import quantize_rows
+from engine.kernels.experts.route import route
+from engine.kernels.experts.routing_rule import RoutingRule
+from engine.layers.fp8_weight import Fp8Weight
+from engine.layers.linear_fp8 import Fp8Linear
+from engine.layers.mixture_gpu import GpuExperts
+from engine.weights import fp8
+from tests.support.steps import DEVICE, error, poisoned, random
+
+FORMS = ["outputs", "blocks"]
+
+
+def packed(outputs: int, inputs: int, form: str, seed: int) -> tuple[Fp8Weight, Tensor]:
+    """A weight, and its numbers in float64."""
+    weight_NK = random(outputs, inputs, seed=seed) * inputs**-0.5
+    numbers_NK, scales_NB = fp8.quantize(weight_NK)
+    if form == "blocks":
+        blocks = -(-inputs // 128)
+        scales_NB = scales_NB * (
+            1 + torch.arange(blocks, device=DEVICE) + torch.arange(outputs, device=DEVICE)[:, None] % 3
+        )
+    scales_NB = scales_NB.contiguous()
+    return Fp8Weight(numbers_NK, scales_NB), fp8.expand(numbers_NK, scales_NB, torch.float64)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_rows_are_as_near_as_8_bits_have_them(blocks: int) -> None:
+    x_TK = random(3, 200, seed=1) * torch.tensor([1.0, 1e-4, 300.0], device=DEVICE)[:, None]
+    x_TK[1] = 0.0
+    found = quantize_rows(x_TK, blocks)
+    assert found.scales is not None
+    expanded = fp8.expand(found.rows, found.scales, torch.float32)
+    if blocks == 1:
+        nearest, _ = fp8.quantize(x_TK)
+        alike = (found.rows.view(torch.uint8) == nearest.view(torch.uint8)).float().mean()
+        assert alike >= (1.0 if DEVICE.type == "cuda" else 0.96), "the interpreter rounds some to half of them"
+    else:
+        assert found.scales.shape == (3, 2)
+    assert ((expanded - x_TK).abs() <= x_TK.abs() / 16 + 1e-9).float().mean() > 0.96
+    assert not expanded[1].any()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 5, 44])
+def test_a_layer_multiplies_rows_by_numbers_times_factors(rows: int, form: str) -> None:
+    """44 rows are in 8 bits themselves, which Hopper's tensor cores add up with 14 bits of each product."""
+    (weight, wide_NK), bias_N = packed(48, 256, form, seed=2), random(48, seed=4)
+    linear, x_TK = Fp8Linear(weight, bias_N), random(rows, 256, seed=3)
+    seen_TK = x_TK.double()
+    if rows == 44:
+        own = quantize_rows(x_TK, weight.scales_NB.shape[1])
+        assert own.scales is not None
+        seen_TK = fp8.expand(own.rows, own.scales, torch.float64)
+    wanted_TN = seen_TK @ wide_NK.T + bias_N.double()
+    most = 3e-4 if rows == 44 and DEVICE.type == "cuda" else 1e-5
+    assert error(linear(x_TK).double().sum(0), wanted_TN) < most
+    assert error(linear.swiglu(x_TK), reference.gate(wanted_TN.clone(), 0.0)) < most
+    assert linear.bytes == weight.bytes + bias_N.nbytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_multiply_by_numbers_times_factors(form: str) -> None:
+    rule, rows, hidden, inner = RoutingRule(3, 2, normed=True), 4, 128, 128
+    gate_up, wide_up = packed(rule.experts * 2 * inner, hidden, form, seed=5)
+    down, wide_down = packed(rule.experts * hidden, inner, form, seed=6)
+    x_TK, logits_TE = random(rows, hidden, seed=7), random(rows, rule.experts, seed=8)
+    plan = route(logits_TE[None], torch.tensor([rows], dtype=torch.int32, device=DEVICE), rule, None, 16)
+    experts = GpuExperts((gate_up, None), (down, None), rule, 0.0)
+    found = experts(x_TK, plan, None, torch.float32).double().sum(0)
+    ids_TK, weights_TK = reference.route(logits_TE, rule)
+    wanted = torch.zeros(rows, hidden, dtype=torch.float64, device=DEVICE)
+    for row in range(rows):
+        for expert, weight in zip(ids_TK[row].tolist(), weights_TK[row].double(), strict=True):
+            y = reference.gate(x_TK[row : row + 1].double() @ wide_up.chunk(3)[expert].T, 0.0)
+            wanted[row] += weight * (y @ wide_down.chunk(3)[expert].T)[0]
+    assert error(found, wanted) < 1e-5
+    assert experts.bytes == gate_up.bytes + down.bytes
+
+
+def test_rows_and_weights_of_8_bits_meet_in_one_product() -> None:
+    weight, wide_NK = packed(32, 128, "outputs", seed=9)
+    own = quantize_rows(random(20, 128, seed=10), 1)
+    assert own.scales is not None
+    out_PTN = poisoned(1, 20, 32)
+    stack = ExpertWeights(weight.numbers_NK, weight.scales_NB)
+    grouped_linear.multiply_alone(ExpertRows(own.rows, own.scales), stack, 32, GroupedTiling(32, 64, 1, 2, 4), out_PTN)
+    assert error(out_PTN[0], fp8.expand(own.rows, own.scales, torch.float64) @ wide_NK.T) < 1e-5

@@ -1,0 +1,61 @@
+"""engine/layers/mixture_gpu.py, its kernels interpreted, beside the CPU's mixture of the same weights."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.bf12.codec import choose_bases, encode, stack_matrices
+from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
+from engine.layers import mixture_gpu
+from engine.layers.linear_cpu import CpuLinear
+from engine.layers.linear_gpu import GpuLinear
+from engine.layers.mixture_cpu import CpuExperts, CpuMixture
+from engine.layers.mixture_gpu import GpuExperts, GpuMixture
+from engine.models.llama import GatedMlp
+from tests.support.steps import DEVICE, error, random
+
+HIDDEN, INNER, SHARED = 128, 128, 24
+RULES = {
+    "several": RoutingRule(3, 2, normed=True),
+    "one, and one that all take": RoutingRule(3, 1, RouterScores.SIGMOID, scales_inputs=True),
+}
+
+
+def weights(rule: RoutingRule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The router's, the experts' and those of what all rows take, in numbers that bfloat16 has."""
+    shapes = [
+        (rule.experts, HIDDEN), (rule.experts * 2 * INNER, HIDDEN), (rule.experts * HIDDEN, INNER),
+        (2 * SHARED, HIDDEN), (HIDDEN, SHARED),
+    ]  # fmt: skip
+    router, *others = (
+        (random(*shape, seed=seed) * shape[1] ** -0.5).bfloat16().float() for seed, shape in enumerate(shapes)
+    )
+    return router * 4, *others
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["as they are", "12 bits"])
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("name", RULES)
+def test_it_gives_what_the_cpu_gives(name: str, rows: int, coded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = RULES[name]
+    monkeypatch.setattr(mixture_gpu, "_BF12_ROWS_MAX", 16)  # so that some are expanded
+    monkeypatch.setattr(mixture_gpu, "_CHUNK_BYTES", 2 * 2 * INNER * HIDDEN * 4)  # two or more experts at a time
+    router, gate_up, down, *shared = weights(rule)
+    plain = [(weight, None) for weight in (gate_up, down)]
+    experts = CpuExperts(plain[0], plain[1], rule, 0.0, None)
+    both = GatedMlp(CpuLinear(shared[0]), CpuLinear(shared[1]), "silu") if rule.scales_inputs else None
+    wanted = CpuMixture(CpuLinear(router), None, rule, experts, both, None)
+    stacks = plain
+    if coded:
+        parts = [[part.bfloat16() for part in weight.chunk(rule.experts)] for weight in (gate_up, down)]
+        stacks = [(stack_matrices([encode(part, choose_bases(part)) for part in each]), None) for each in parts]
+    on_gpu = GpuExperts(stacks[0], stacks[1], rule, 0.0)
+    both_gpu = GatedMlp(GpuLinear(shared[0]), GpuLinear(shared[1]), "silu") if rule.scales_inputs else None
+    found = GpuMixture(GpuLinear(router), None, rule, on_gpu, both_gpu)
+    if coded:
+        assert found.bytes < wanted.bytes
+    else:
+        assert found.bytes == wanted.bytes
+    x_TH = random(rows, HIDDEN, seed=9)
+    count = torch.tensor([rows], dtype=torch.int32, device=DEVICE)
+    assert error(found(x_TH, count).double().sum(0), wanted(x_TH, None)) < 1e-6

@@ -1,0 +1,61 @@
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import ctypes, sys, threading
+from engine.process.allocator import keep_one_arena
+if sys.argv[1] == "one":
+    keep_one_arena()
+barrier = threading.Barrier(4)
+def work():
+    kept = [bytes(20_000) for _ in range(10)]
+    barrier.wait(10)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+ctypes.CDLL(None).malloc_stats()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has arenas")
+def test_threads_share_one_arena() -> None:
+    arenas = {}
+    for case in ("one", "many"):
+        command = [sys.executable, "-c", PROGRAM, case]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        arenas[case] = run.stderr.count("Arena ")
+    assert arenas["one"] == 1
+    assert arenas["many"] > 1, "a C library whose threads share one arena anyway does not try this"
+
+
+HOLES = """
+import ctypes
+from engine.process.allocator import keep_one_arena, trim_heap
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+keep_one_arena()
+library = ctypes.CDLL(None)
+library.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: all of it lies in the heap
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+freed, kept = [], []
+for _ in range(100):
+    freed.append(library.malloc(500_000))
+    ctypes.memset(freed[-1], 1, 500_000)
+    kept.append(library.malloc(100))
+full = resident()
+for address in freed:
+    library.free(address)
+holes = resident()
+trim_heap()
+print(full - holes, full - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps holes")
+def test_holes_between_what_stays_go_back_to_the_system() -> None:
+    run = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, timeout=60, check=True)
+    by_itself, trimmed = map(int, run.stdout.split())
+    assert by_itself < 10_000_000, "the control: a C library that returns them by itself does not try this"
+    assert trimmed > 40_000_000

@@ -1,0 +1,101 @@
+"""A model of two GPUs beside the same one of one: it answers as that does, sleeps, wakes, and ends with a lost rank.
+Each life is a program of its own, since ranks are forked before a driver is touched."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.execution.open import inference_mode, open_model
+from engine.protocol.types import SamplingParams
+from engine.ranks.fork import Ranks, fork_ranks
+from engine.ranks.group import RankLost
+from engine.ranks.open import open_ranked_model
+from engine.step.executor import LoadedModel
+from engine.step.layout import SequenceSlice, pack_step
+from tests.support.small_models import BLOCK_TOKENS, reference_model, saved, spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def said(function: str, *arguments: object) -> Any:
+    """What a function of this module prints in a new process."""
+    program = f"from tests.engine.ranks import test_ranks_on_gpus as here; here.{function}(*{arguments!r})"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def opened(folder: str, gpus: int) -> tuple[LoadedModel, Ranks | None]:
+    model = spec(Path(folder), gpus=gpus, context_tokens=256, sequences=8, step_tokens=128, dtype="float32")
+    ranks = fork_ranks(model, "cuda", None)
+    if ranks is None:
+        return open_model(model, "cuda", None, lambda: None), None
+    return open_ranked_model(model, ranks, None, lambda: None), ranks
+
+
+def answers(folder: str, gpus: int) -> None:
+    """Prints tokens and log probabilities of all steps."""
+    from tests.engine.ranks.test_gpu_ranks import life
+
+    with inference_mode():
+        model, _ = opened(folder, gpus)
+        with closing(model):
+            outputs = [life(model.executor, model.memories, model.sleeper) for _ in range(3)]
+            while model.executor.warm_up():
+                pass
+            outputs.append(life(model.executor, model.memories, model.sleeper))  # by graphs
+    print(json.dumps([[each.tokens_R.tolist(), each.logprobs] for life in outputs for each in life]))
+
+
+def loses(folder: str, number: int) -> None:
+    """Prints how long it took until a lost rank was noticed, and why the model ended."""
+    with inference_mode():
+        model, ranks = opened(folder, 2)
+        assert ranks is not None
+        packed = pack_step([SequenceSlice(list(range(2, 30)), 0, [[0, 1]], SamplingParams())], BLOCK_TOKENS)
+        for _ in range(20):
+            model.executor.launch(packed).wait()
+        os.kill(ranks.group.pids[0], number)
+        began = time.monotonic()
+        try:
+            while True:
+                model.executor.launch(packed).wait()
+        except RankLost as lost:
+            print(json.dumps([time.monotonic() - began, str(lost)]), flush=True)
+        os._exit(0)  # a device that fails may not answer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(saved(reference_model("llama biases"), tmp_path_factory.mktemp("model")))
+
+
+def test_two_gpus_answer_as_one_without_and_with_graphs(folder: str) -> None:
+    for (tokens, logprobs), (expected, others) in zip(
+        said("answers", folder, 2), said("answers", folder, 1), strict=True
+    ):
+        assert tokens == expected
+        for row, (logprob, ids, best) in others.items():
+            assert logprobs[row][0] == pytest.approx(logprob, abs=1e-3)
+            assert ids == logprobs[row][1]
+            np.testing.assert_allclose(logprobs[row][2], best, atol=1e-3)
+
+
+@pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)])
+def test_a_lost_rank_is_noticed_while_rank_0_waits_for_its_device(folder: str, number: int, within_s: float) -> None:
+    took_s, reason = said("loses", folder, int(number))
+    assert took_s < within_s
+    assert reason.startswith("rank 1")
