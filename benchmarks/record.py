@@ -43,12 +43,13 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The checkout's short commit, with a plus where the work tree differs from it."""
+    """The checkout's short commit, with a plus where the work tree differs from it; where there is no checkout,
+    HEARTH_COMMIT says it."""
     there = Path(__file__).parent
     asked = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=there, capture_output=True, text=True
     )
-    return asked.stdout.strip() or "unknown"
+    return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
 
 
 def record(

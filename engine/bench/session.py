@@ -116,7 +116,9 @@ class BenchSession:
         model = replace(model, executor=self._timed, stop_ids=frozenset())
         self.scheduler = open_scheduler(model, spec, time.perf_counter)
         self._grammars = grammars
-        self._loop = StepLoop(self._timed, self.scheduler, model.memories, self._sample if grammars else None)
+        self._loop = StepLoop(
+            self._timed, self.scheduler, model.memories, self._sample if grammars else None, model.tier
+        )
         self._sampler = model.sampler
         self._validator = open_validator(model, spec, executor.limits.context_tokens)
         self.streams: dict[int, RequestTimeline] = {}
@@ -182,6 +184,11 @@ class BenchSession:
                 assert not finish.message, finish.message
                 self.streams[finish.id].over = True
         return worked
+
+    def rest(self) -> None:
+        """Does what a replica does between calls: host memory for blocks grows to all that the spec allows."""
+        while self._loop.sweep():
+            pass
 
     def run(self) -> float:
         """Runs until all is done. Returns the seconds that it took."""

@@ -313,7 +313,7 @@ SHAPES: Final[dict[str, BenchShape]] = {
         f"decode-{count}": BenchShape(
             f"{count} sequences, 512 tokens in, 128 out: a step", partial(_decode, count), peer
         )
-        for count, peer in ((1, 4.98), (8, 5.17), (32, 5.87), (64, 6.73), (128, 8.67), (256, 13.67))
+        for count, peer in ((1, 4.98), (8, 5.17), (32, 5.87), (64, 6.73), (100, None), (128, 8.67), (256, 13.67))
     },
     "prefix-64": BenchShape(
         "64 behind one cached prefix of 4,096: a step", partial(_prefix, "prefix-64", 64, 4096), 10.41

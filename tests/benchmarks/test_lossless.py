@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import record
 from benchmarks.bf12 import lossless
-from benchmarks.bf12.lossless import SMALL, Turns, main, pairs, step_ms
+from benchmarks.bf12.lossless import SMALL, main, step_ms
 from benchmarks.engine import standby
 from engine.bench.geometries import RooflineBound
 from gateway.admin.machines import MachineReplicaItem
@@ -56,27 +56,6 @@ def test_what_does_not_come_back_ends_the_measurement(tmp_path: Path, monkeypatc
     monkeypatch.setattr(lossless, "_run", other_bytes)
     with pytest.raises(RuntimeError, match="did not come back"):
         lossless.measure_files(plain, tmp_path / "coded", "cpu")
-
-
-def test_pairs_take_turns_and_leave_the_first_round_out() -> None:
-    sides = [cast(Turns, "first"), cast(Turns, "second")]
-    asked: list[tuple[object, int]] = []
-
-    def measure(side: Turns, number: int) -> float:
-        asked.append((side, number))
-        return 1000.0 if number == 0 else float(number)
-
-    assert pairs(sides, measure, 3) == [2.0, 2.0]
-    firsts = [side for (side, number), (_, before) in zip(asked[2:], asked[1:], strict=False) if number != before]
-    assert firsts == ["first", "second", "first"]
-    assert len(asked) == 8
-
-
-def test_an_engine_that_ends_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lossless, "_serve", print)
-    with pytest.raises(RuntimeError, match="ended"), \
-            lossless.engines(tmp_path / "nothing", tmp_path / "nothing", "cpu", SMALL):  # fmt: skip
-        pass
 
 
 def test_a_step_of_few_rows_is_bound_by_stored_bytes_and_one_of_many_by_flop() -> None:

@@ -463,22 +463,27 @@ def test_a_gateway_hears_of_anothers_sequences_with_the_next_load_and_not_at_eac
     assert len(watcher.loads) - seen < 30
 
 
+def loads_behind(peer: Peer, id: int) -> list[ReplicaLoad]:
+    """The loads that came behind the refusal of a sequence, as far as the next refusal."""
+    places = [place for place, frame in enumerate(peer.frames) if isinstance(frame, Reject)]
+    first = next(place for place in places if peer.frames[place] is peer.rejected[id])
+    end = next((place for place in places if place > first), None)
+    return [frame for frame in peer.frames[first:end] if isinstance(frame, ReplicaLoad)]
+
+
 def test_a_gateway_that_polls_hears_what_is_news_to_it_and_nothing_twice(calm: Stamped) -> None:
     quiet, watcher = calm.peer(), calm.peer()
     quiet.socket.sendall(encode_frame(PollLoad()))
-
-    def refused(id: int) -> int:
-        """All that was on its way is here; how many loads that makes."""
-        quiet.submit(id, regions=["us"])
-        quiet.until(finished(id))
-        return len(quiet.loads)
-
-    before, ticks = refused(1), len(watcher.loads) + 5
+    quiet.submit(1, regions=["us"])
+    quiet.until(finished(1))
+    ticks = len(watcher.loads) + 5
     watcher.until(lambda peer: len(peer.loads) >= ticks)
-    heard = refused(2)
-    assert heard > before, "it had counted on a sequence that never was"
-    assert all(one != other for one, other in pairwise(quiet.loads[before:]))
-    quiet.until(lambda peer: len(peer.loads) > heard)
+    quiet.submit(2, regions=["us"])
+    quiet.until(finished(2))
+    heard = loads_behind(quiet, 1)
+    assert heard, "it had counted on a sequence that never was"
+    assert all(one != other for one, other in pairwise(heard))
+    quiet.until(lambda peer: bool(loads_behind(peer, 2)))
     watcher.submit(1, max_tokens=3)
     watcher.until(finished(1))
     quiet.until(lambda peer: peer.load.counters.get("started") == watcher.load.counters["started"])

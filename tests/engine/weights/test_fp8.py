@@ -141,6 +141,7 @@ def test_a_gpu_that_has_no_such_numbers_expands_them(
     assert kept == any(isinstance(own, Fp8Format) for own in source.formats.values())
 
 
+@skip_if_bfloat16_varies()
 @pytest.mark.usefixtures("inference")
 def test_a_gpus_dense_parameters_take_what_was_planned(tmp_path: Path) -> None:
     packed, _ = quantized("llama 2", "blocks", tmp_path)
@@ -202,7 +203,7 @@ def test_other_quantisations_are_refused_with_what_is_read(entry: Any, tmp_path:
         read_decoder_config(folder)
 
 
-@pytest.mark.parametrize(("form", "scales"), zip(FORMS, Fp8Scales, strict=True))
+@pytest.mark.parametrize(("form", "scales"), [*zip(FORMS, Fp8Scales, strict=True)])
 def test_published_forms_are_known(form: str, scales: Fp8Scales, tmp_path: Path) -> None:
     folder = saved(reference_model("llama 2"), tmp_path)
     rewrite(folder, quantization_config=FORMS[form][0])
