@@ -78,7 +78,7 @@ sanitize-gpu: .venv/.dev
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \
 		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels
 	compute-sanitizer --tool racecheck --error-exitcode 9 \
-		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels/test_sampling.py tests/engine/kernels/test_attention.py
+		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels/sampling/test_draw.py tests/engine/kernels/test_attention.py
 
 # Without a GPU, and without those that run for hours or need a peer of their own.
 BENCHMARKS = $(filter-out %.__init__ %.attention %.chaos %.fp8 %.host_kv %.rank_kills %.ranks %.sleep_cycles %.dfloat11 %.lossless %.sampling %.standby %.tuple_simulation %.turns, \

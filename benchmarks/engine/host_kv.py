@@ -8,7 +8,8 @@ kv-host-8k          the blocks of 8,192 tokens from host memory to the device, n
 kv-host-ttft-8k     the first token of a prompt of 8,192 tokens whose blocks the tree evicted to host memory: other
                     prompts need the whole pool in between, and what is evicted for it leaves at the same time.
 kv-host-computed    the same prompts when nothing has them.
-kv-host-beside      a decode step while blocks come back one load after the other, ÷ one without.
+kv-host-beside      a decode step while blocks come back, one load of so many after the other, ÷ one without; the host's
+                    work for the loads is part of it.
 """
 
 import argparse
@@ -39,13 +40,13 @@ class Sizes:
     """`prompts` of `tokens`, of which the pool holds a few and host memory all; `rows` decode beside loads."""
 
     tokens: int = 8192
-    prompts: int = 8
+    prompts: int = 32
     rows: int = 32
     steps: int = 64
     rounds: int = 5
     context: int = 16384
     kv_bytes: int = 5 * _GIB
-    host_kv_bytes: int = 12 * _GIB
+    host_kv_bytes: int = 36 * _GIB
 
 
 SMALL: Final = Sizes(
@@ -74,7 +75,7 @@ def measure_first_tokens(engine: BenchEngine, sizes: Sizes) -> tuple[float, floa
         from_host = host.counters().get("host_hit_tokens", 0)
         cached = session.scheduler.load(draining=False).counters["cached_tokens"]
     again = 2 * sizes.prompts * sizes.tokens
-    if cached < 0.95 * again or from_host < 0.75 * again:
+    if cached < 0.95 * again or from_host < 0.6 * again:
         raise RuntimeError(f"of {again} tokens {cached} were cached, {from_host} of them in host memory")
     return statistics.median(took_ms[0][1:]), statistics.median(took_ms[2])
 
@@ -110,14 +111,12 @@ def measure_beside(engine: BenchEngine, sizes: Sizes) -> float:
         session.run_until_all_stream()
         for _ in range(sizes.rounds + 1):
             alone_ms = session.steps_ms(sizes.steps)
-            beside_ms = 0.0
-            arrival = tier.load(slots, blocks)
+            began, arrival = time.perf_counter(), tier.load(slots, blocks)
             for _ in range(sizes.steps):
                 if arrival.passed():
                     arrival = tier.load(slots, blocks)
-                began = time.perf_counter()
                 session.turn()
-                beside_ms += 1e3 * (time.perf_counter() - began) / sizes.steps
+            beside_ms = 1e3 * (time.perf_counter() - began) / sizes.steps
             arrival.wait()
             ratios.append(beside_ms / alone_ms)
     return statistics.median(ratios[1:])

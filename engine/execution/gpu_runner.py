@@ -25,6 +25,7 @@ from engine.execution.gpu_sampler import (
     StagedStep,
     sample_tokens,
 )
+from engine.kernels.host_copy import copy_words
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.models.config import ModelConfig
@@ -177,7 +178,7 @@ class GpuRunner:
         assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
         self._masks_RW.numpy()[:count] = masks_MW
         with self._mask_stream.entered():
-            self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
+            copy_words(self._masks_RW[:count], self._buffers.masks_RW[:count])
             self._masks_uploaded.set()
         with self._stream.entered():
             self._stream.follow(self._masks_uploaded)
@@ -236,7 +237,7 @@ class GpuRunner:
 
     def _launch_body(self, order: StepOrder, words: Tensor) -> None:
         """Queues the upload and the layers."""
-        self._buffers.words[: len(words)].copy_(words, non_blocking=True)
+        copy_words(words, self._buffers.words[: len(words)])
         if order.shared and self._windows is not None:
             self._buffers.share_sampled(self._windows)
         arrivals = self._memory.arrivals()
@@ -278,7 +279,7 @@ class GpuRunner:
                 logits_RV = self._head(rows, features, logits_RV)
                 if features.logprobs:
                     LogprobTensors.of(logits_RV, self._buffers.sampled_R[:rows]).copy_to(staged.reports)
-        staged.tokens_R[:rows].copy_(self._buffers.sampled_R[:rows], non_blocking=True)
+        copy_words(self._buffers.sampled_R[:rows], staged.tokens_R[:rows])
 
     def _logits(self, rows: int) -> Tensor:
         """Queues the head alone. Nothing else computes in the workspace until these logits are sampled."""

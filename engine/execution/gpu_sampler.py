@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.sampling import add_biases, draw, forbid, penalise
-from engine.kernels.sampling_filters import find_cutoffs
+from engine.kernels.sampling.draw import add_biases, draw, forbid, penalise
+from engine.kernels.sampling.filters import find_cutoffs
 from engine.memory.streams import DeviceStream
 from engine.protocol.types import LOGPROBS_MAX
 from engine.step.executor import RunnerOutput

@@ -4,6 +4,9 @@ With one row each weight is used once: multiply and add. With more, tensor cores
 and the rows as the narrow second one. Where the outputs are too few to keep every multiprocessor reading, the inputs
 are divided as well, and the float32 parts are added up by the kernel that reads the result.
 
+W and the rows may be in 8 bits a number (e4m3), each output and each row with a factor. One row goes to tensor cores
+then as well.
+
 T rows, K inputs, N outputs, P parts, I inner size.
 """
 
@@ -28,6 +31,14 @@ class LinearTiling:
     parts: int
     stages: int
     warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScales:
+    """The factors of outputs and rows in 8 bits a number, float32."""
+
+    weight_N1: Tensor
+    row_T1: Tensor
 
 
 @triton.jit
@@ -78,9 +89,11 @@ def _multiply_row(
 
 @triton.jit(do_not_specialize=["T", "parts"])
 def _multiply_rows(
-    x, w, out, T, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x, x_scales, w, w_scales, out, T, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Tensor cores add up products of 8 bits in fewer bits than float32 has: only those of 128 inputs at a time."""
+    IMPRECISE: tl.constexpr = 128 if SCALED else None
     wait()
     part = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -90,36 +103,50 @@ def _multiply_rows(
     total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for block in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=STAGES):
         inputs = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        values = _rows(x, rows, inputs, T, K, MASKED)
-        total = tl.dot(_weights(w, outputs, inputs, N, K, MASKED), values, total, input_precision="ieee")
+        values, weights = _rows(x, rows, inputs, T, K, MASKED), _weights(w, outputs, inputs, N, K, MASKED)
+        total = tl.dot(weights, values, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
         if GATED:
             up = _weights(w + N.to(tl.int64) * K, outputs, inputs, N, K, MASKED)
-            total_up = tl.dot(up, values, total_up, input_precision="ieee")
+            total_up = tl.dot(up, values, total_up, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
     release()
+    if SCALED:
+        row_factors = tl.load(x_scales + rows, mask=rows < T, other=0.0)[None, :]
+        total *= tl.load(w_scales + outputs, mask=outputs < N, other=0.0)[:, None] * row_factors
+        if GATED:
+            total_up *= tl.load(w_scales + N + outputs, mask=outputs < N, other=0.0)[:, None] * row_factors
     if GATED:
         total = total / (1.0 + tl.exp(-total)) * total_up
     at = out + (part * T + rows[:, None]) * N + outputs[None, :]
     tl.store(at, tl.trans(total).to(out.dtype.element_ty), mask=(rows < T)[:, None] & (outputs < N)[None, :])
 
 
-def multiply(x_TK: Tensor, weight_NK: Tensor, tiling: LinearTiling) -> Tensor:
-    """x·Wᵀ as [P, T, N]: in x's dtype where P is 1, else float32 parts."""
-    dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
+def multiply(
+    x_TK: Tensor, weight_NK: Tensor, tiling: LinearTiling, scales: LinearScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """x·Wᵀ as [P, T, N]: in `dtype`, or x's, where P is 1, else float32 parts. Numbers in 8 bits have `scales`."""
+    dtype = torch.float32 if tiling.parts > 1 else dtype or x_TK.dtype
     out_PTN = torch.empty(tiling.parts, len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
-    _launch(x_TK, weight_NK, out_PTN, len(weight_NK), tiling, gated=False)
+    _launch(x_TK, weight_NK, scales, out_PTN, len(weight_NK), tiling, gated=False)
     return out_PTN
 
 
-def multiply_gated(x_TK: Tensor, weight_NK: Tensor, tiling: LinearTiling) -> Tensor:
-    """silu(x·Gᵀ)·(x·Uᵀ) as [T, I] in x's dtype, where W is G above U. The tiling has one part."""
+def multiply_gated(
+    x_TK: Tensor, weight_NK: Tensor, tiling: LinearTiling, scales: LinearScales | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """silu(x·Gᵀ)·(x·Uᵀ) as [T, I], where W is G above U; as `multiply`. The tiling has one part."""
     assert tiling.parts == 1
     inner = len(weight_NK) // 2
-    out_TI = torch.empty(len(x_TK), inner, dtype=x_TK.dtype, device=x_TK.device)
-    _launch(x_TK, weight_NK, out_TI, inner, tiling, gated=True)
+    out_TI = torch.empty(len(x_TK), inner, dtype=dtype or x_TK.dtype, device=x_TK.device)
+    _launch(x_TK, weight_NK, scales, out_TI, inner, tiling, gated=True)
     return out_TI
 
 
-def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: LinearTiling, gated: bool) -> None:
+def _launch(
+    x_TK: Tensor, weight_NK: Tensor, scales: LinearScales | None, out: Tensor, outputs: int, tiling: LinearTiling,
+    gated: bool,
+) -> None:  # fmt: skip
     rows, inputs = x_TK.shape
     assert 1 <= rows <= LINEAR_ROWS_MAX
     assert weight_NK.shape[1] == inputs
@@ -128,16 +155,18 @@ def _launch(x_TK: Tensor, weight_NK: Tensor, out: Tensor, outputs: int, tiling: 
     assert weight_NK.is_contiguous()
     masked = bool(outputs % tiling.block_n or inputs % tiling.block_k)
     grid = (triton.cdiv(outputs, tiling.block_n), tiling.parts)
-    if rows == 1:
+    if rows == 1 and scales is None:
         _multiply_row[grid](
             x_TK, weight_NK, out, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
             BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
             launch_pdl=supports_pdl(x_TK.device),
         )  # fmt: skip
         return
+    row_scales, weight_scales = (x_TK, x_TK) if scales is None else (scales.row_T1, scales.weight_N1)
+    assert scales is None or (row_scales.shape == (rows, 1) and weight_scales.shape == (len(weight_NK), 1))
     _multiply_rows[grid](
-        x_TK, weight_NK, out, rows, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
-        BLOCK_T=max(16, triton.next_power_of_2(rows)), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
-        STAGES=tiling.stages, num_warps=tiling.warps,
-            launch_pdl=supports_pdl(x_TK.device),
+        x_TK, row_scales, weight_NK, weight_scales, out, rows, outputs, inputs, tiling.parts, GATED=gated,
+        MASKED=masked, SCALED=scales is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),
+        BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
+        launch_pdl=supports_pdl(x_TK.device),
     )  # fmt: skip

@@ -1,24 +1,25 @@
 """A linear layer's weight in 8 bits a number on a GPU, and its matmul for any number of rows.
 
-Few rows are multiplied by the numbers as bfloat16: reading the weight takes all the time. More rows are brought to 8
-bits themselves, which tensor cores multiply wherever weights are kept so (weights/fp8.py).
+Rows are brought to 8 bits themselves, each with a factor or with one for each 128 inputs, as checkpoints of this kind
+mean it: tensor cores multiply such numbers at twice the rate of bfloat16's (weights/fp8.py says where they do).
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-from engine.kernels.elementwise import gelu_and_multiply
+from engine.kernels import linear
+from engine.kernels.elementwise import gelu_and_multiply, silu_and_multiply
 from engine.kernels.experts import grouped_linear
 from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_tuning import has_large_blocks, tile_rows, tiling_for
 from engine.kernels.experts.quantize_rows import quantize_rows
+from engine.kernels.linear import LINEAR_ROWS_MAX, LinearScales
+from engine.kernels.tuning import fp8_tiling
 from engine.layers.fp8_weight import Fp8Weight
 
-QUANTIZED_ROWS_MIN: Final = 64  # of a tile
+_LIBRARY_MULTIPLE = 16  # of the sizes of a matrix that the library multiplies
 
 
 class Fp8Linear:
@@ -26,28 +27,31 @@ class Fp8Linear:
 
     def __init__(self, weight: Fp8Weight, bias_N: Tensor | None = None) -> None:
         self.outputs, self.inputs = weight.numbers_NK.shape
-        self._weight = ExpertWeights(weight.numbers_NK, weight.scales_NB, bias_N)
+        self.bytes = weight.bytes + (0 if bias_N is None else bias_N.nbytes)
+        self._weight = weight
         self._blocks = weight.scales_NB.shape[1]
-        self.bytes = self._weight.bytes
+        self._bias_N = bias_N
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        rows, tile = len(x_TK), tile_rows(len(x_TK), 1)
-        tiling = tiling_for(
-            self.outputs, self.inputs, rows, 1, tile, gated=False, blocks=self._blocks,
-            large=has_large_blocks(x_TK.device, x_TK.dtype),
-        )  # fmt: skip
-        dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
-        out_PTN = x_TK.new_empty(tiling.parts, rows, self.outputs, dtype=dtype)
-        return grouped_linear.multiply_alone(rows_for(x_TK, self._weight, tile), self._weight, tile, tiling, out_PTN)
+        own = quantize_rows(x_TK, self._blocks)
+        if self._blocks == 1 and len(x_TK) <= LINEAR_ROWS_MAX:
+            tiling = fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=False)
+            parts_PTN = linear.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), x_TK.dtype)
+        elif self._by_library(x_TK):
+            parts_PTN = self._multiply_by_library(own.rows, self._scales(own), x_TK.dtype)[None]
+        else:
+            parts_PTN = self._multiply_in_blocks(own, x_TK)
+        if self._bias_N is not None:
+            parts_PTN[0] += self._bias_N
+        return parts_PTN
 
     def swiglu(self, x_TK: Tensor) -> Tensor:
-        tile, inner = tile_rows(len(x_TK), 1), self.outputs // 2
-        tiling = tiling_for(
-            inner, self.inputs, len(x_TK), 1, tile, gated=True, blocks=self._blocks,
-            large=has_large_blocks(x_TK.device, x_TK.dtype),
-        )  # fmt: skip
-        out_TI, rows = x_TK.new_empty(len(x_TK), inner), rows_for(x_TK, self._weight, tile)
-        return grouped_linear.multiply_gated_alone(rows, self._weight, tile, tiling, out_TI)
+        """Few rows without a bias are gated by the kernel."""
+        if self._bias_N is not None or self._blocks > 1 or len(x_TK) > LINEAR_ROWS_MAX:
+            return silu_and_multiply(self.logits(x_TK))
+        own = quantize_rows(x_TK, 1)
+        tiling = fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=True)
+        return linear.multiply_gated(own.rows, self._weight.numbers_NK, tiling, self._scales(own), x_TK.dtype)
 
     def geglu(self, x_TK: Tensor) -> Tensor:
         return gelu_and_multiply(self(x_TK), x_TK.dtype)
@@ -56,9 +60,30 @@ class Fp8Linear:
         parts_PTN = self(x_TK)
         return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
 
+    def _scales(self, own: ExpertRows) -> LinearScales:
+        assert own.scales is not None
+        return LinearScales(self._weight.scales_NB, own.scales)
 
-def rows_for(x_TK: Tensor, weight: ExpertWeights, tile: int) -> ExpertRows:
-    """The rows as they are, or in 8 bits where the weight is and tiles have many of them."""
-    if weight.scales is None or tile < QUANTIZED_ROWS_MIN:
-        return ExpertRows(x_TK)
-    return quantize_rows(x_TK, weight.scales.shape[1])
+    def _by_library(self, x_TK: Tensor) -> bool:
+        """Whether the library multiplies them: it knows a factor for each output, and gives bfloat16."""
+        fits = self.outputs % _LIBRARY_MULTIPLE == 0 and self.inputs % _LIBRARY_MULTIPLE == 0
+        return fits and self._blocks == 1 and x_TK.is_cuda and x_TK.dtype == torch.bfloat16
+
+    def _multiply_by_library(self, rows_TK: Tensor, scales: LinearScales, dtype: torch.dtype) -> Tensor:
+        """[T, N]. Sums are brought to float32 again and again: tensor cores alone keep fewer bits of them."""
+        out_TN: Tensor = torch._scaled_mm(
+            rows_TK, self._weight.numbers_NK.T, scales.row_T1, scales.weight_N1.T, out_dtype=dtype, use_fast_accum=False
+        )
+        return out_TN
+
+    def _multiply_in_blocks(self, own: ExpertRows, x_TK: Tensor) -> Tensor:
+        """[P, T, N]: for factors of 128 inputs, and what the library does not multiply."""
+        tile = tile_rows(len(x_TK), 1)
+        tiling = tiling_for(
+            self.outputs, self.inputs, len(x_TK), 1, tile, gated=False, blocks=self._blocks,
+            large=has_large_blocks(x_TK.device, x_TK.dtype),
+        )  # fmt: skip
+        dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
+        out_PTN = x_TK.new_empty(tiling.parts, len(x_TK), self.outputs, dtype=dtype)
+        weight = ExpertWeights(self._weight.numbers_NK, self._weight.scales_NB)
+        return grouped_linear.multiply_alone(own, weight, tile, tiling, out_PTN)

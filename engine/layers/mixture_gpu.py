@@ -16,12 +16,12 @@ from torch import Tensor
 from engine.bf12.codec import Bf12Weight
 from engine.kernels.bf12_decode import expand
 from engine.kernels.experts import grouped_bf12, grouped_linear
-from engine.kernels.experts.grouped_linear import ExpertWeights
+from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, has_large_blocks, tile_rows, tiling_for
+from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.experts.route import ExpertPlan, route
 from engine.kernels.experts.routing_rule import RoutingRule
 from engine.layers.fp8_weight import Fp8Weight
-from engine.layers.linear_fp8 import rows_for
 
 _PARTS_ROWS_MAX: Final = 128  # of more rows parts are in the model's dtype: fewer bytes beside matmuls that take longer
 _BF12_ROWS_MAX: Final = 32  # of a tile; weights for larger ones are expanded, some experts at a time
@@ -60,7 +60,7 @@ class GpuExperts:
             large=has_large_blocks(x_TH.device, x_TH.dtype),
         )  # fmt: skip
         for stack in _stacks(weight, self._gate_up_bias, rule.experts, x_TH.dtype):
-            own = rows_for(x_TH, stack, plan.rows)
+            own = _rows_for(x_TH, stack)
             grouped_linear.multiply_gated(own, stack, plan, tiling, self._limit, weigh, out_SI)
         return out_SI
 
@@ -78,7 +78,7 @@ class GpuExperts:
         dtype = torch.float32 if tiling.parts > 1 else dtype
         out_PTH = inner_SI.new_empty(choices * tiling.parts, rows, hidden, dtype=dtype)
         for stack in _stacks(weight, self._down_bias, rule.experts, inner_SI.dtype):
-            own = rows_for(inner_SI, stack, plan.rows)
+            own = _rows_for(inner_SI, stack)
             grouped_linear.multiply(own, stack, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH)
         return out_PTH
 
@@ -134,6 +134,11 @@ def _blocks(weight: Weight) -> int:
 
 def _bytes(weight: Weight) -> int:
     return weight.nbytes if isinstance(weight, Tensor) else weight.bytes
+
+
+def _rows_for(x_TK: Tensor, stack: ExpertWeights) -> ExpertRows:
+    """The rows as they are, or in 8 bits where the weights are."""
+    return ExpertRows(x_TK) if stack.scales is None else quantize_rows(x_TK, stack.scales.shape[1])
 
 
 def _stacks(weight: Weight, bias_S: Tensor | None, experts: int, dtype: torch.dtype) -> Iterator[ExpertWeights]:

@@ -10,8 +10,8 @@ its prompts have no more than PROMPT_ROWS_MIN rows beyond one for each: with few
 are bounded in step_time.py, between accounts. Without measured costs `step_tokens` is the only bound, and where several
 accounts run what step_time.py has learned.
 
-Costs are measured as a model opens; under load a GPU's clocks fall with its power, and a host has other work. So steps
-are counted as slower than their costs by as much as the slowest of the last steps were.
+Costs are measured as a model opens, and under load a GPU's clocks fall. So steps are counted as slower by as much as
+the slowest of the last runs of steps were: where a busy host sees one end late, the next one only seems faster.
 """
 
 from bisect import bisect_right
@@ -30,8 +30,10 @@ _FAR: Final = CREDIT / 2  # what an account that arrives is behind by, half of i
 _RECOVERY: Final = 16
 _SLOWNESS_MAX: Final = 2.0
 _SLOWNESS_FIRST: Final = 1.35  # until there is better to go by
-_RISE: Final = 0.25  # of the way to a step that was slower than thought,
-_FALL: Final = 0.001  # and to one that was faster: about two of a hundred are slower than what this settles at
+_RUN: Final = 0.1  # what the last step is of a run: it fades out over about ten
+_MARGIN: Final = 1.05  # about two of a hundred steps are slower than their run by more
+_RISE: Final = 0.25  # of the way to a run that was slower than thought,
+_FALL: Final = 0.001  # and to one that was faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class TokenBudget:
         self.max_rows = config.prompt_step_tokens
         self.saved_us = 0.0
         self.planned_us = 0.0
-        self.slowness = _SLOWNESS_FIRST
+        self.slowness, self._run_slowness = _SLOWNESS_FIRST, 1.0
         self.time = StepTime(config.gap_ms, config.costs)
         self._bound_by_time = False  # the rows shared out last
 
@@ -85,7 +87,8 @@ class TokenBudget:
 
     def observe(self, planned_us: float, took_us: float) -> None:
         """Notes a step planned to take planned_us, which landed took_us after the one that it had waited for."""
-        ratio = max(1.0, min(took_us / planned_us, _SLOWNESS_MAX))
+        self._run_slowness += (min(took_us / planned_us, _SLOWNESS_MAX) - self._run_slowness) * _RUN
+        ratio = max(1.0, min(_MARGIN * self._run_slowness, _SLOWNESS_MAX))
         self.slowness += (ratio - self.slowness) * (_RISE if ratio > self.slowness else _FALL)
 
     def rows(self, running: Items[Sequence]) -> int:
@@ -107,8 +110,7 @@ class TokenBudget:
         prompts = [sequence for sequence in sequences if sequence.pending > 1]
         if not prompts:
             return {}
-        decoding = [sequence for sequence in sequences if sequence.decoding]
-        claims = _Claims(prompts)
+        claims, decoding = _Claims(prompts), [sequence for sequence in sequences if sequence.decoding]
         rows = min(self._max_step_rows(bool(decoding)) - len(sequences), claims.requested)
         costs, min_rows, gap_us = self._config.costs, PROMPT_ROWS_MIN, self._gap_us
         if costs is None:
@@ -117,9 +119,7 @@ class TokenBudget:
             starts, decoding_us = [sequence.launched for sequence in claims.order], self._decoding_us(decoding, costs)
 
             def step_us(extra: int) -> float:
-                pairs = sum(
-                    costs.pairs(start, 1 + more) for start, more in zip(starts, claims.shares(extra), strict=True)
-                )
+                pairs = sum(map(costs.pairs, starts, (1 + more for more in claims.shares(extra))))
                 return costs.rows_us(len(sequences) + extra) + decoding_us + pairs * costs.prompt_pair_us
 
             fitting, most = bisect_right(range(min_rows, rows + 1), gap_us, key=step_us), rows

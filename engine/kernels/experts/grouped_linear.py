@@ -4,8 +4,8 @@ A tile's entries are those of one expert. Its weights are the first operand of t
 and the rows the second. As many programs start as the worst choice needs, and those without a tile end at once.
 Programs that read the same weights start together.
 
-A matrix may be in 8 bits a number (e4m3), with a factor for each output, or for each output and 128 inputs. Then rows
-are either multiplied by the numbers as bfloat16, or are in 8 bits themselves with factors of their own.
+A matrix may be in 8 bits a number (e4m3), with a factor for each output, or for each output and 128 inputs. The rows
+are in 8 bits then too, with factors of their own.
 
 T rows, K inputs, N outputs of an expert, E experts, S entries, P parts, C choices of a row, B blocks of 128 inputs.
 """
@@ -81,14 +81,10 @@ def _rows_of(x, lines, inputs, inside, K, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _scaled(total, product, w_scales, x_scales, lines, x_lines, inside, block, BLOCKS, SCALES: tl.constexpr,
-            ROW_SCALES: tl.constexpr):  # fmt: skip
+def _scaled(total, product, w_scales, x_scales, lines, x_lines, inside, block, BLOCKS):
     """Adds one block's product with its factors."""
-    if SCALES == 2:
-        product *= tl.load(w_scales + lines * BLOCKS + block)[:, None]
-        if ROW_SCALES:
-            product *= tl.load(x_scales + x_lines * BLOCKS + block, mask=inside, other=0.0)[None, :]
-    return total + product
+    product *= tl.load(w_scales + lines * BLOCKS + block)[:, None]
+    return total + product * tl.load(x_scales + x_lines * BLOCKS + block, mask=inside, other=0.0)[None, :]
 
 
 @triton.jit
@@ -104,7 +100,7 @@ def _gated(gate, up, limit, LIMITED: tl.constexpr):
 def _multiply(
     x, x_scales, w, w_scales, bias, out, added, order, ends, tiles, weights, T, N, K, tiles_count, first, held, parts,
     added_parts, limit, C: tl.constexpr, BLOCKS: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
-    BIASED: tl.constexpr, SCALES: tl.constexpr, ROW_SCALES: tl.constexpr, WEIGH_INPUTS: tl.constexpr,
+    BIASED: tl.constexpr, SCALES: tl.constexpr, WEIGH_INPUTS: tl.constexpr,
     WEIGH_OUTPUTS: tl.constexpr, MASKED: tl.constexpr, ONCE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
@@ -145,40 +141,26 @@ def _multiply(
             values = _rows_of(x, x_lines, inputs, inside, K, MASKED)
             block = step * BLOCK_K // 128
             if SCALES == 2:
-                product = tl.dot(
-                    _weights_of(w, lines, inputs, K, MASKED, ONCE).to(values.dtype), values, input_precision="ieee"
-                )
-                total = _scaled(
-                    total, product, w_scales, x_scales, lines, x_lines, inside, block, BLOCKS, SCALES, ROW_SCALES
-                )
+                product = tl.dot(_weights_of(w, lines, inputs, K, MASKED, ONCE), values, input_precision="ieee")
+                total = _scaled(total, product, w_scales, x_scales, lines, x_lines, inside, block, BLOCKS)
                 if GATED:
-                    up = tl.dot(
-                        _weights_of(w, lines + N, inputs, K, MASKED, ONCE).to(values.dtype), values,
-                        input_precision="ieee",
-                    )  # fmt: skip
-                    total_up = _scaled(
-                        total_up, up, w_scales, x_scales, lines + N, x_lines, inside, block, BLOCKS, SCALES, ROW_SCALES
-                    )
+                    up = tl.dot(_weights_of(w, lines + N, inputs, K, MASKED, ONCE), values, input_precision="ieee")
+                    total_up = _scaled(total_up, up, w_scales, x_scales, lines + N, x_lines, inside, block, BLOCKS)
             else:
                 # Tensor cores add up products of 8 bits in fewer bits than float32 has: only a block at a time.
-                IMPRECISE: tl.constexpr = BLOCK_K if ROW_SCALES else None
+                IMPRECISE: tl.constexpr = BLOCK_K if SCALES else None
                 weight = _weights_of(w, lines, inputs, K, MASKED, ONCE).to(values.dtype)
-                total = tl.dot(
-                    weight, values, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE
-                )  # fmt: skip
+                total = tl.dot(weight, values, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
                 if GATED:
                     weight_up = _weights_of(w, lines + N, inputs, K, MASKED, ONCE).to(values.dtype)
                     total_up = tl.dot(
                         weight_up, values, total_up, input_precision="ieee", max_num_imprecise_acc=IMPRECISE
                     )  # fmt: skip
         if SCALES == 1:
-            total *= tl.load(w_scales + lines)[:, None]
+            row_scale = tl.load(x_scales + x_lines, mask=inside, other=0.0)[None, :]
+            total *= tl.load(w_scales + lines)[:, None] * row_scale
             if GATED:
-                total_up *= tl.load(w_scales + lines + N)[:, None]
-            if ROW_SCALES:
-                row_scale = tl.load(x_scales + x_lines, mask=inside, other=0.0)[None, :]
-                total *= row_scale
-                total_up *= row_scale
+                total_up *= tl.load(w_scales + lines + N)[:, None] * row_scale
         if WEIGH_INPUTS:  # here, where it costs nothing: the sums grow as the rows would
             total *= factors
             total_up *= factors
@@ -238,15 +220,6 @@ def multiply_alone(
     return out_PTN
 
 
-def multiply_gated_alone(
-    x: ExpertRows, weights: ExpertWeights, tile_rows: int, tiling: GroupedTiling, out_TI: Tensor
-) -> Tensor:
-    """One matrix, gate above up: into [T, I]."""
-    assert tiling.parts == 1
-    _launch(x, weights, tile_rows, tiling, out_TI, out_TI.shape[1], None, gated=True, limit=0.0, weigh=False)
-    return out_TI
-
-
 def _launch(
     x: ExpertRows, weights: ExpertWeights, plan: ExpertPlan | int, tiling: GroupedTiling, out: Tensor, outputs: int,
     added: Tensor | None, gated: bool, limit: float, weigh: bool,
@@ -269,8 +242,7 @@ def _launch(
         kind = 1 if weights.scales.shape[1] == 1 else 2
         assert kind == 1 or tiling.block_k == SCALE_INPUTS
         assert weights.scales.is_contiguous()
-    if x.scales is not None:
-        assert weights.scales is not None
+        assert x.scales is not None
         assert x.scales.shape[1] == weights.scales.shape[1]
         assert x.rows.dtype == weights.weight.dtype
     if added is not None:
@@ -284,7 +256,7 @@ def _launch(
         blank if added is None else added, *lists, rows, outputs, inputs, tiles,
         weights.first, held, tiling.parts, 0 if added is None else len(added), limit, C=choices,
         BLOCKS=0 if weights.scales is None else weights.scales.shape[1], GATED=gated, LIMITED=limit > 0,
-        BIASED=weights.bias is not None, SCALES=kind, ROW_SCALES=x.scales is not None, WEIGH_INPUTS=gated and weigh,
+        BIASED=weights.bias is not None, SCALES=kind, WEIGH_INPUTS=gated and weigh,
         WEIGH_OUTPUTS=not gated and weigh, MASKED=bool(inputs % tiling.block_k), ONCE=tile_rows <= 32,
         BLOCK_T=tile_rows, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages,
         ALONE=isinstance(plan, int), num_warps=tiling.warps, launch_pdl=supports_pdl(out.device),

@@ -13,10 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels import linear
 from engine.kernels.experts import grouped_bf12, grouped_linear, quantize_rows, route
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, tile_rows, tiling_for
 from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
-from engine.layers.linear_fp8 import QUANTIZED_ROWS_MIN
+from engine.kernels.tuning import fp8_tiling
 
 SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
 # hidden size, an expert's on one rank, its rule
@@ -53,7 +54,7 @@ def grouped(model: str, rows: int, gated: bool, **changes: Any) -> Any:
     tiling = tiling_for(outputs, inputs, entries, rule.experts, tile, gated, changes.get("BLOCKS", 1))
     constants = {
         "C": rule.chosen, "BLOCKS": 0, "GATED": gated, "LIMITED": model == "gpt-oss" and gated,
-        "BIASED": model == "gpt-oss", "SCALES": 0, "ROW_SCALES": False,
+        "BIASED": model == "gpt-oss", "SCALES": 0,
         "WEIGH_INPUTS": gated and rule.scales_inputs, "WEIGH_OUTPUTS": not gated and not rule.scales_inputs,
         "MASKED": bool(inputs % tiling.block_k), "ONCE": tile <= 32, "BLOCK_T": tile, "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k, "STAGES": tiling.stages, "ALONE": False,
@@ -63,13 +64,21 @@ def grouped(model: str, rows: int, gated: bool, **changes: Any) -> Any:
 
 
 def in_fp8(rows: int, gated: bool, blocks: int, alone: bool) -> Any:
-    """Qwen 3's experts, or a dense layer of its sizes, in 8 bits; many rows are in 8 bits too."""
-    rule = MODELS["qwen3"][2]
-    tile = tile_rows(rows, 1) if alone else tile_rows(rows * rule.chosen, rule.experts)
-    changes = {"SCALES": 1 if blocks == 1 else 2, "BLOCKS": blocks, "ROW_SCALES": tile >= QUANTIZED_ROWS_MIN}
+    """Qwen 3's experts, or a dense layer of its sizes, in 8 bits."""
+    changes = {"SCALES": 1 if blocks == 1 else 2, "BLOCKS": blocks}
     if alone:
-        changes |= {"ALONE": True, "C": 1, "BLOCK_T": tile, "WEIGH_OUTPUTS": False}
-    return grouped("qwen3", rows, gated, **changes, w=FP8, x=FP8 if changes["ROW_SCALES"] else "*bf16")
+        changes |= {"ALONE": True, "C": 1, "BLOCK_T": tile_rows(rows, 1), "WEIGH_OUTPUTS": False}
+    return grouped("qwen3", rows, gated, **changes, w=FP8, x=FP8)
+
+
+def dense_in_fp8(rows: int, gated: bool) -> Any:
+    """Llama-3.1-8B's gate above up, or its qkv, in 8 bits, for few rows."""
+    tiling = fp8_tiling(28672 if gated else 6144, 4096, rows, gated)
+    constants = {
+        "GATED": gated, "MASKED": False, "SCALED": True, "BLOCK_T": max(16, triton.next_power_of_2(rows)),
+        "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "STAGES": tiling.stages,
+    }  # fmt: skip
+    return compiled(linear._multiply_rows, constants, tiling.warps, w=FP8, x=FP8)
 
 
 def coded(model: str, rows: int, gated: bool) -> Any:
@@ -104,8 +113,12 @@ def variants(model: str) -> dict[str, Any]:
     """Every kernel as some numbers of rows take it, once each."""
     made = {}
     if model == "qwen3 in 8 bits":
-        for rows, gated, blocks, alone in product((1, 8192), (True, False), (1, 16), (True, False)):
-            made[f"{rows} rows, {gated} {blocks} {alone}"] = in_fp8(rows, gated, blocks, alone)
+        for rows, gated, blocks in product((1, 8192), (True, False), (1, 16)):
+            made[f"{rows} rows, {gated} {blocks}"] = in_fp8(rows, gated, blocks, alone=False)
+        for rows, gated in product((1, 64, 128), (True, False)):
+            made[f"{rows} rows of a dense layer, {gated}"] = dense_in_fp8(rows, gated)
+        for rows in (1, 8192):
+            made[f"{rows} rows of a dense layer in blocks"] = in_fp8(rows, gated=False, blocks=16, alone=True)
         quantized = {"MAX": 448.0, "WHOLE": True, "WIDTH": 128, "BLOCKS": 32}
         made["rows routed to 8 bits"] = compiled(quantize_rows._quantize, quantized, 4, out=FP8)
         return made

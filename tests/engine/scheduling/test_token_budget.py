@@ -214,10 +214,27 @@ def test_the_gap_is_kept_where_steps_are_slower_than_their_costs(slower: float) 
     assert sum(rows) / len(rows) >= 0.8 * wanted  # and hardly more cautious than it must be
 
 
+def test_steps_that_the_host_sees_end_late_take_no_rows_from_prompts() -> None:
+    """A twentieth is seen up to half a step late, and the next one seems as much shorter: the device is no slower."""
+    pick = random.Random(7)
+    budget = TokenBudget(limits(costs=COSTS, gap_ms=20.0))
+    sequences = [*(running(700, 699) for _ in range(32)), running(8000, 16)]
+    seen_us, rows = 0.0, []
+    for step in range(6000):
+        extra = budget.share(sequences)
+        late_us = pick.uniform(2_000, 10_000) * (pick.random() < 0.05)
+        budget.observe(budget.planned_us, 1.1 * budget.planned_us + late_us - seen_us)
+        seen_us = late_us
+        if step >= 3000:
+            rows.append(sum(extra.values()))
+    wanted = max(row for row in range(1, 2000) if 1.1 * predicted_us(sequences, {sequences[-1]: row}) <= 20e3)
+    assert sum(rows) / len(rows) >= 0.85 * wanted
+
+
 def test_one_slow_step_is_soon_forgotten() -> None:
     budget = exact(costs=COSTS, gap_ms=20.0)
     budget.observe(10_000, 500_000)
-    assert budget.slowness == pytest.approx(1.25)
+    assert 1.0 < budget.slowness < 1.1
     for _ in range(2000):
         budget.observe(10_000, 9_000)
     assert budget.slowness < 1.04

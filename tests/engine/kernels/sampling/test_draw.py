@@ -1,4 +1,4 @@
-"""engine/kernels/sampling.py against the CPU's sampler: the same logits give the same tokens."""
+"""engine/kernels/sampling against the CPU's sampler: the same logits give the same tokens."""
 
 from collections.abc import Collection
 
@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import sampling, sampling_filters
+from engine.kernels.sampling import filters
+from engine.kernels.sampling.draw import add_biases, draw, forbid, penalise
 from engine.protocol.types import SamplingParams
 from engine.step.layout import SequenceSlice, pack_step, unpack_step
 from engine.step.sampling import _key, gumbel_noise, sample_batch
@@ -33,12 +34,12 @@ def bits_of(allowed_MV: np.ndarray) -> np.ndarray:
 def on_device(packed: np.ndarray, logits_RV: Tensor, masks_MW: np.ndarray | None = None) -> list[int]:
     step, x_RV = torch.from_numpy(packed.copy()).to(DEVICE), logits_RV.to(DEVICE).float().clone()
     sampled_R = torch.zeros(len(x_RV) + 1, dtype=torch.int32, device=DEVICE)
-    sampling.add_biases(step, x_RV)
-    sampling.penalise(step, x_RV, sampled_R)
+    add_biases(step, x_RV)
+    penalise(step, x_RV, sampled_R)
     if masks_MW is not None:
-        sampling.forbid(step, x_RV, torch.from_numpy(masks_MW).to(DEVICE))
+        forbid(step, x_RV, torch.from_numpy(masks_MW).to(DEVICE))
     tokens_R = torch.full((len(x_RV),), 77, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, x_RV, tokens_R, sampling_filters.find_cutoffs(step, x_RV))
+    draw(step, x_RV, tokens_R, filters.find_cutoffs(step, x_RV))
     return tokens_R.tolist()
 
 
@@ -103,9 +104,9 @@ def test_a_token_that_the_flight_before_sampled_is_penalised() -> None:
     settings = SamplingParams(presence_penalty=2.0)
     packed = pack_step([SequenceSlice([-1 - 2], 3, [[0]], settings, ([1, 2], 2))], 16)
     step, x_RV = torch.from_numpy(packed).to(DEVICE), logits_RV.to(DEVICE)
-    sampling.penalise(step, x_RV, torch.tensor([0, 0, 7], dtype=torch.int32, device=DEVICE))
+    penalise(step, x_RV, torch.tensor([0, 0, 7], dtype=torch.int32, device=DEVICE))
     tokens_R = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, x_RV, tokens_R)
+    draw(step, x_RV, tokens_R)
     assert tokens_R.tolist() == [9]
 
 
@@ -116,7 +117,7 @@ def test_forbidding_changes_what_is_forbidden_alone_in_every_precision(dtype: to
     allowed_MV = rng.random((3, 70)) < 0.4
     step = torch.from_numpy(step_of([SamplingParams()] * 6, [None] * 6, [1, 2, 5])).to(DEVICE)
     found_RV = logits_RV.clone()
-    sampling.forbid(step, found_RV, torch.from_numpy(bits_of(allowed_MV)).to(DEVICE))
+    forbid(step, found_RV, torch.from_numpy(bits_of(allowed_MV)).to(DEVICE))
     expected_RV = logits_RV.clone()
     expected_RV[[1, 2, 5]] = expected_RV[[1, 2, 5]].masked_fill(~torch.from_numpy(allowed_MV).to(DEVICE), -torch.inf)
     assert torch.equal(found_RV, expected_RV)
@@ -150,7 +151,7 @@ def test_rows_that_are_not_finite_give_no_token(temperature: float) -> None:
     logits_RV[3, :69] = float("-inf")
     step = torch.from_numpy(step_of([SamplingParams(temperature=temperature, seed=1)] * 5, [None] * 5)).to(DEVICE)
     tokens_R = torch.full((6,), 77, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, torch.cat((logits_RV, logits_RV[:1])), tokens_R)
+    draw(step, torch.cat((logits_RV, logits_RV[:1])), tokens_R)
     assert tokens_R.tolist()[:4] == [-1, -1, -1, 69]
     assert 0 <= tokens_R[4] < 70
     assert tokens_R[5] == 77  # past the step's rows
@@ -172,8 +173,8 @@ def test_the_only_token_left_is_drawn_whatever_its_noise() -> None:
 @pytest.mark.parametrize("listed", [4, 16])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_cut_is_found_where_few_values_can_be_listed(seed: int, listed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_filters, "_LISTED", listed)
-    monkeypatch.setattr(sampling_filters, "_BLOCK", 64)
+    monkeypatch.setattr(filters, "_LISTED", listed)
+    monkeypatch.setattr(filters, "_BLOCK", 64)
     rng = np.random.default_rng(seed)
     logits_RV = random(6, 300, seed=seed).cpu() * 3
     logits_RV[0] = (logits_RV[0] / 2).round()  # more that are equal than can be listed
@@ -209,7 +210,7 @@ ROWS, VOCABULARY = 256, 128256
 
 def kept_of(step: Tensor, logits_RV: Tensor) -> Tensor:
     """Which ids `cut` leaves."""
-    cuts_R, lasts_R = sampling_filters.find_cutoffs(step, logits_RV)
+    cuts_R, lasts_R = filters.find_cutoffs(step, logits_RV)
     ids_V = torch.arange(logits_RV.shape[1], device=DEVICE)
     return (logits_RV > cuts_R[:, None]) | ((logits_RV == cuts_R[:, None]) & (ids_V <= lasts_R[:, None]))
 
@@ -267,9 +268,9 @@ def test_draws_at_true_shapes(top_k: int, dtype: torch.dtype) -> None:
     settings = [SamplingParams(temperature=(row % 4) * 0.5, top_k=top_k, seed=row << 33) for row in range(ROWS)]
     packed = step_of(settings, [None] * ROWS)
     step, tokens_R = torch.from_numpy(packed.copy()).to(DEVICE), torch.zeros(ROWS, dtype=torch.int32, device=DEVICE)
-    sampling.draw(step, logits_RV, tokens_R, sampling_filters.find_cutoffs(step, logits_RV) if top_k else None)
+    draw(step, logits_RV, tokens_R, filters.find_cutoffs(step, logits_RV) if top_k else None)
     again_R = torch.zeros_like(tokens_R)
-    sampling.draw(step, logits_RV, again_R, sampling_filters.find_cutoffs(step, logits_RV) if top_k else None)
+    draw(step, logits_RV, again_R, filters.find_cutoffs(step, logits_RV) if top_k else None)
     assert torch.equal(tokens_R, again_R)
     kept_RV = kept_of(step, logits_RV)
     ids_V, position = np.arange(VOCABULARY), 4
@@ -300,9 +301,9 @@ def test_biases_penalties_and_masks_at_true_shapes() -> None:
     bits_32 = 1 << torch.arange(32, device=DEVICE)
     allowed_RW = (allowed_RV.view(ROWS, -1, 32) * bits_32).sum(-1).to(torch.int32)
     found_RV = logits_RV.clone()
-    sampling.add_biases(step, found_RV)
-    sampling.penalise(step, found_RV, torch.zeros(ROWS, dtype=torch.int32, device=DEVICE))
-    sampling.forbid(step, found_RV, allowed_RW)
+    add_biases(step, found_RV)
+    penalise(step, found_RV, torch.zeros(ROWS, dtype=torch.int32, device=DEVICE))
+    forbid(step, found_RV, allowed_RW)
 
     wanted_RV = logits_RV.double()
     for row, (asked, history) in enumerate(zip(settings, histories, strict=True)):

@@ -2,7 +2,7 @@
 
 `draw` alone is enough where every row is greedy or has a temperature and nothing else: it reads the logits once. What
 only some rows need comes before it: `add_biases` and `penalise`, on a float32 copy, `forbid`, and the cutoffs of
-sampling_filters.py. A row's token depends on that row alone.
+filters.py. A row's token depends on that row alone.
 
 R rows, V vocabulary, M masked rows, W words of a bit mask, C chunks of the vocabulary, H history.
 """
