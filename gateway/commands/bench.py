@@ -176,8 +176,8 @@ def _run_own(load: LoadOptions, options: EngineOptions, json_file: str | None) -
     processes = max(load.processes, min(_PROCESSES, (os.cpu_count() or 1) // 2))
     try:
         with own_server(geometry, options.device or "auto") as own:
-            hardware = _hardware(own)
             asyncio.run(measure_with_costs(own.target, _chats(own, 4, _WARM_UP, -1), 1, None))
+            hardware = _hardware(own)  # the replica is there now, and has said its device
             for count in [int(match[1]) for match in streams if match]:
                 requests = max(_MIN_REQUESTS, round(count * _REQUESTS_PER_STREAM))
                 workload = _chats(own, count, requests, load.seed)

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from gateway.bench.load import Workload, word_of_id
 from gateway.bench.overhead import GatewayShare
 from gateway.bench.server import own_server, tokenizer, write_model
 from gateway.cli import main, parse
-from gateway.commands.bench import LoadOptions, measure_with_costs
+from gateway.commands.bench import LoadOptions, _hardware, measure_with_costs
 from gateway.text.tokenizer import ModelTokenizer
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
@@ -137,6 +138,7 @@ def test_a_server_of_its_own_is_measured_and_ended() -> None:
         assert 0 < report["gateway_added_ms"] < measured.report()["first_token_ms"]["p99"]
         assert GatewayShare(own.target.base_url).mean_ms() is None  # nothing came since
         assert measured.seconds > 0
+        assert _hardware(own) == f"cpu, {os.cpu_count()} CPU cores"
 
 
 def test_shapes_over_http_say_how_many_streams(capsys: pytest.CaptureFixture[str]) -> None:
