@@ -49,7 +49,7 @@ def commit() -> str:
     asked = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"], cwd=there, capture_output=True, text=True
     )
-    return os.environ.get("HEARTH_COMMIT") or asked.stdout.strip() or "unknown"
+    return asked.stdout.strip() or os.environ.get("HEARTH_COMMIT") or "unknown"
 
 
 def record(

@@ -25,7 +25,7 @@ _SERVICE: dict[str, Any] = {
     "required": ["image"],
     "properties": {
         "image": {"type": "string", "pattern": "^(\\$\\{[A-Z_]+:-)?[a-z0-9./-]+:[A-Za-z0-9._-]+\\}?$"},
-        "build": {"const": "."},
+        "build": {"const": {"context": ".", "args": {"TORCH": "${TORCH:-cpu}"}}},
         "command": _WORDS,
         "profiles": _WORDS,
         "init": {"type": "boolean"},
@@ -142,6 +142,12 @@ def test_gateways_and_machine_share_the_folder_of_sockets(compose: dict[str, Any
     places = {service["configs"][0]["target"] for service in _hearths(compose).values()}
     assert places == {"/srv/hearth/hearth.toml"}
     assert "WORKDIR /srv/hearth\n" in DOCKERFILE
+
+
+def test_what_compose_says_of_pytorch_is_an_argument_of_the_image(compose: dict[str, Any]) -> None:
+    for service in _hearths(compose).values():
+        for name in service["build"]["args"]:
+            assert f"ARG {name}=cpu\n" in DOCKERFILE
 
 
 def test_the_image_is_built_of_every_package_and_of_nothing_that_the_build_does_not_see() -> None:

@@ -26,7 +26,6 @@ from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, RooflineBound
 from engine.models.config import read_decoder_config
 from engine.protocol.specs import ModelSpec
 
-DECODE_MS_MOST: Final = {1: 2.6, 256: 8.5}
 PREFILL_GAIN_LEAST: Final = 1.5
 _FP8_RATE: Final = 2.0  # of bf16's, on Hopper's tensor cores
 _GIB: Final = 1 << 30
@@ -55,20 +54,19 @@ class Side:
     engine: Turns
     bound: RooflineBound
     name: str
-    bytes_share: float  # of the bytes that bf16 takes
-    rate: float  # of bf16's
+    read_bytes: int  # of weights, by every step: all but the embedding
+    rate: float  # of bf16's, at which all but the head is computed
 
     def step_ms(self, rows: int, keys: float) -> float:
         """The least that a step takes: of weights, of FLOP, and of keys."""
-        read_s = self.bound.weights_bytes * self.bytes_share / BYTES_PER_S
-        linear_s = max(read_s, rows * self.bound.weights_bytes / FLOP_PER_S / self.rate)
+        head_s = rows * self.bound.head_bytes / FLOP_PER_S  # a FLOP for each byte of bf16
+        linear_s = max(self.read_bytes / BYTES_PER_S, self._linear_ms(rows, self.rate) / 1e3 + head_s)
         return 1e3 * (linear_s + keys * self.bound.kv_token_bytes / BYTES_PER_S)
 
     def prompt_ms(self, tokens: int) -> float:
         """The least that a prompt takes: attention is computed in bf16 by both."""
         attention_ms = self.bound.prompt_ms(tokens) - self._linear_ms(tokens, 1.0)
-        read_ms = 1e3 * self.bound.weights_bytes * self.bytes_share / BYTES_PER_S
-        return max(self._linear_ms(tokens, self.rate) + attention_ms, read_ms)
+        return max(self._linear_ms(tokens, self.rate) + attention_ms, 1e3 * self.read_bytes / BYTES_PER_S)
 
     def _linear_ms(self, tokens: int, rate: float) -> float:
         return 1e3 * tokens * (self.bound.weights_bytes - self.bound.head_bytes) / FLOP_PER_S / rate
@@ -136,8 +134,11 @@ def main(arguments: Sequence[str]) -> None:
         )
 
     with two_engines(spec("bf16", plain), spec("fp8", packed), options.device) as (first, second, _):
-        share = second.memory.weights_bytes / first.memory.weights_bytes
-        sides = [Side(first, bound, "bf16", 1.0, 1.0), Side(second, bound, "fp8", share, _FP8_RATE)]
+        saved = first.memory.weights_bytes - second.memory.weights_bytes
+        sides = [
+            Side(first, bound, "bf16", bound.weights_bytes, 1.0),
+            Side(second, bound, "fp8", bound.weights_bytes - saved, _FP8_RATE),
+        ]
         _row("fp8-bytes", second.memory.weights_bytes / 1e9, "GB", first.memory.weights_bytes / 2e9)
         measure_steps(sides, sizes)
         measure_prompts(sides, sizes)

@@ -178,7 +178,7 @@ class GpuRunner:
         assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
         self._masks_RW.numpy()[:count] = masks_MW
         with self._mask_stream.entered():
-            copy_words(self._masks_RW[:count], self._buffers.masks_RW[:count])
+            self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
             self._masks_uploaded.set()
         with self._stream.entered():
             self._stream.follow(self._masks_uploaded)

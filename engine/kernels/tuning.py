@@ -3,7 +3,8 @@ tuning_tables.py.
 
 A GPU or a shape that was not measured gets a choice that is seldom bad: for bf16 the kernels of linear.py for few rows
 and cuBLAS for more; for 12 bits a number the kernels of bf12_linear.py for few rows, for more the tiles of
-bf12_linear_hopper.py where they run, and cuBLAS for still more.
+bf12_linear_hopper.py where they run, and cuBLAS for still more. For 8 bits, which no table has, a rule chooses that
+follows from a sweep over one model's shapes.
 """
 
 from bisect import bisect_left
@@ -50,13 +51,13 @@ def select_tiling(outputs: int, inputs: int, rows: int, gated: bool, device: tor
     return _select_tiling(outputs, inputs, bucket, gated, device_name(device))
 
 
-def fp8_tiling(outputs: int, inputs: int, rows: int, gated: bool) -> LinearTiling:
+def select_fp8_tiling(outputs: int, inputs: int, rows: int, gated: bool) -> LinearTiling:
     """The tiling for a weight in 8 bits and at most linear.LINEAR_ROWS_MAX rows: the fastest, or nearly, of a sweep
     over Llama-3.1-8B's shapes on an H200."""
     if gated:
         return LinearTiling(64, 128, 1, 4 if rows <= 64 else 3, 4)
     programs, parts = triton.cdiv(outputs, 64), 1
-    wanted = _FP8_PROGRAMS if rows > 32 else _FP8_PROGRAMS * 3 // 2
+    wanted = _FP8_PROGRAMS if rows > 32 else _FP8_PROGRAMS * 3 // 2  # parts of few rows are soon added up
     while parts < _FP8_PARTS_MAX and programs * parts < wanted and inputs >= 8 * 128 * parts:
         parts *= 2
     return LinearTiling(64, 128, parts, 6 if rows <= 64 else 4, 4)

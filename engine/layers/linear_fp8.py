@@ -6,6 +6,8 @@ mean it: tensor cores multiply such numbers at twice the rate of bfloat16's (wei
 T rows, K inputs, N outputs, P parts, I inner size.
 """
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,11 @@ from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_tuning import has_large_blocks, tile_rows, tiling_for
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.linear import LINEAR_ROWS_MAX, LinearScales
-from engine.kernels.tuning import fp8_tiling
+from engine.kernels.tuning import select_fp8_tiling
 from engine.layers.fp8_weight import Fp8Weight
+from engine.layers.linear_gpu import in_one_part
 
-_LIBRARY_MULTIPLE = 16  # of the sizes of a matrix that the library multiplies
+_LIBRARY_MULTIPLE: Final = 16  # of the sizes of a matrix that the library multiplies
 
 
 class Fp8Linear:
@@ -35,7 +38,7 @@ class Fp8Linear:
     def __call__(self, x_TK: Tensor) -> Tensor:
         own = quantize_rows(x_TK, self._blocks)
         if self._blocks == 1 and len(x_TK) <= LINEAR_ROWS_MAX:
-            tiling = fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=False)
+            tiling = select_fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=False)
             parts_PTN = linear.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), x_TK.dtype)
         elif self._by_library(x_TK):
             parts_PTN = self._multiply_by_library(own.rows, self._scales(own), x_TK.dtype)[None]
@@ -50,15 +53,14 @@ class Fp8Linear:
         if self._bias_N is not None or self._blocks > 1 or len(x_TK) > LINEAR_ROWS_MAX:
             return silu_and_multiply(self.logits(x_TK))
         own = quantize_rows(x_TK, 1)
-        tiling = fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=True)
+        tiling = select_fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=True)
         return linear.multiply_gated(own.rows, self._weight.numbers_NK, tiling, self._scales(own), x_TK.dtype)
 
     def geglu(self, x_TK: Tensor) -> Tensor:
         return gelu_and_multiply(self(x_TK), x_TK.dtype)
 
     def logits(self, x_TK: Tensor) -> Tensor:
-        parts_PTN = self(x_TK)
-        return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(x_TK.dtype)
+        return in_one_part(self(x_TK), x_TK.dtype)
 
     def _scales(self, own: ExpertRows) -> LinearScales:
         assert own.scales is not None

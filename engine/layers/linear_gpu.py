@@ -56,7 +56,7 @@ class GpuLinear:
 
     def logits(self, x_TK: Tensor) -> Tensor:
         """[T, N] in one part, as the head's logits are wanted."""
-        return _in_one_part(self(x_TK), x_TK.dtype)
+        return in_one_part(self(x_TK), x_TK.dtype)
 
     def _tiling(self, x_TK: Tensor, gated: bool) -> LinearTiling | None:
         """The kernel's, None for the library's matmul: no kernel adds a bias."""
@@ -101,7 +101,7 @@ class Bf12Linear:
         return gelu_and_multiply(self(x_TK), x_TK.dtype)
 
     def logits(self, x_TK: Tensor) -> Tensor:
-        return _in_one_part(self(x_TK), x_TK.dtype)
+        return in_one_part(self(x_TK), x_TK.dtype)
 
     def _tiling(self, x_TK: Tensor, gated: bool) -> Bf12Tiling | HopperTiling | None:
         return select_bf12_tiling(self.outputs, self.inputs, len(x_TK), gated, x_TK.device)
@@ -123,5 +123,6 @@ def multiply_expanded(x_TK: Tensor, weight: Bf12Weight, bias_N: Tensor | None = 
     return out_TN
 
 
-def _in_one_part(parts_PTN: Tensor, dtype: torch.dtype) -> Tensor:
+def in_one_part(parts_PTN: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, N] in `dtype`, of parts [P, T, N]."""
     return parts_PTN[0] if len(parts_PTN) == 1 else parts_PTN.sum(0).to(dtype)

@@ -27,9 +27,13 @@ def test_each_figure_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_few_rows_are_bound_by_bytes_and_many_by_the_rate_of_8_bits() -> None:
     bound = RooflineBound(weights_bytes=15 * 10**9, head_bytes=10**9, kv_token_bytes=131072, attention_flop=2**19)
-    plain, packed = (Side(cast(Turns, None), bound, "", share, rate) for share, rate in ((1.0, 1.0), (0.55, 2.0)))
+    read = 8 * 10**9
+    plain = Side(cast(Turns, None), bound, "", bound.weights_bytes, 1.0)
+    packed = Side(cast(Turns, None), bound, "", read, 2.0)
     assert plain.step_ms(64, 1000) == pytest.approx(bound.step_ms(64, 1000))
-    assert packed.step_ms(1, 0) == pytest.approx(0.55 * plain.step_ms(1, 0))
-    assert packed.step_ms(4096, 0) == pytest.approx(plain.step_ms(4096, 0) / 2)
+    assert packed.step_ms(1, 0) == pytest.approx(plain.step_ms(1, 0) * 8 / 15)
+    assert packed.step_ms(4096, 0) == pytest.approx(plain.step_ms(4096, 0) * (14 / 2 + 1) / 15), (
+        "the head stays as it is"
+    )
     assert plain.prompt_ms(8192) == pytest.approx(bound.prompt_ms(8192), rel=1e-3)
     assert plain.prompt_ms(8192) / 2 < packed.prompt_ms(8192) < plain.prompt_ms(8192)

@@ -51,10 +51,6 @@ class ExpertWeights:
     bias: Tensor | None = None
     first: int = 0
 
-    @property
-    def bytes(self) -> int:
-        return sum(part.nbytes for part in (self.weight, self.scales, self.bias) if part is not None)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
@@ -228,6 +224,8 @@ def _launch(
     inputs, blank = x.rows.shape[1], weights.weight
     lists: tuple[Tensor, ...] = (blank,) * 4
     if isinstance(plan, int):
+        assert not gated
+        assert weights.bias is None
         rows, choices, tiles, tile_rows = len(x.rows), 1, triton.cdiv(len(x.rows), plan), plan
     else:
         (rows, choices), tiles, tile_rows = plan.weights_TK.shape, len(plan.tiles_L2), plan.rows

@@ -1,5 +1,5 @@
 """Rows in 8 bits a number (e4m3), each with a factor, or with one for each 128 inputs: what tensor cores take beside
-weights of 8 bits. Factors follow from the row alone.
+weights of 8 bits. Factors follow from the row alone; a row with a number that is not finite gives nothing that is.
 
 T rows, K inputs, B blocks of 128 inputs.
 """
@@ -26,7 +26,9 @@ def _quantize(x, out, scales, K, B, MAX: tl.constexpr, WHOLE: tl.constexpr, WIDT
     inputs = blocks[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     wait()
     values = tl.load(x + row * K + inputs, mask=inputs < K, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(values), 1), _LEAST)
+    # What is no number leaves its row none: a maximum alone would drop it.
+    sizes = tl.where(values == values, tl.abs(values), float("inf"))
+    largest = tl.maximum(tl.max(sizes, 1), _LEAST)
     if WHOLE:
         scale = tl.max(largest, 0) / MAX
         values = values / scale

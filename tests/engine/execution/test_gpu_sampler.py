@@ -1,5 +1,5 @@
 """engine/execution/gpu_sampler.py: what a batch wants, and the log probabilities that rows ask for. What it draws:
-tests/engine/kernels/test_sampling.py."""
+tests/engine/kernels/sampling/test_draw.py."""
 
 import pytest
 import torch

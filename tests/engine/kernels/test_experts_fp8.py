@@ -58,11 +58,16 @@ def in_8_bits(x_TK: Tensor, blocks: int) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 5, 44, 150])
-def test_a_layer_multiplies_rows_by_numbers_times_factors(rows: int, biased: bool, form: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs"), [(1, 48, 256), (5, 48, 200), (44, 48, 256), (150, 48, 256), (3, 64, 2048)]
+)
+def test_a_layer_multiplies_rows_by_numbers_times_factors(
+    rows: int, outputs: int, inputs: int, biased: bool, form: str
+) -> None:
     """Hopper's tensor cores add up products with 14 bits of each."""
-    (weight, wide_NK), bias_N = packed(48, 256, form, seed=2), random(48, seed=4) if biased else None
-    linear, x_TK = Fp8Linear(weight, bias_N), random(rows, 256, seed=3)
+    weight, wide_NK = packed(outputs, inputs, form, seed=2)
+    bias_N = random(outputs, seed=4) if biased else None
+    linear, x_TK = Fp8Linear(weight, bias_N), random(rows, inputs, seed=3)
     wanted_TN = in_8_bits(x_TK, weight.scales_NB.shape[1]) @ wide_NK.T
     if bias_N is not None:
         wanted_TN += bias_N.double()
@@ -72,32 +77,48 @@ def test_a_layer_multiplies_rows_by_numbers_times_factors(rows: int, biased: boo
     assert linear.bytes == weight.bytes + (0 if bias_N is None else bias_N.nbytes)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 20, 150])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_in_all_of_its_own_row_and_in_no_other(number: float, rows: int, form: str) -> None:
+    linear, x_TK = Fp8Linear(packed(48, 256, form, seed=2)[0]), random(rows, 256, seed=3)
+    wanted_TN = linear.logits(x_TK)
+    x_TK[0, 7] = number
+    found_TN = linear.logits(x_TK)
+    assert not found_TN[0].isfinite().any()
+    assert torch.equal(found_TN[1:], wanted_TN[1:])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 100, 128, 129, 1000])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
-def test_true_shapes(rows: int, outputs: int, inputs: int) -> None:
+def test_true_shapes(rows: int, outputs: int, inputs: int, biased: bool) -> None:
     weight, wide_NK = packed(outputs, inputs, "outputs", seed=2)
-    linear, x_TK = Fp8Linear(weight), random(rows, inputs, dtype=torch.bfloat16, seed=3)
-    wanted_TN = in_8_bits(x_TK, 1) @ wide_NK.T
+    bias_N = random(outputs, dtype=torch.bfloat16, seed=4) if biased else None
+    linear, x_TK = Fp8Linear(weight, bias_N), random(rows, inputs, dtype=torch.bfloat16, seed=3)
+    wanted_TN = in_8_bits(x_TK, 1) @ wide_NK.T + (0.0 if bias_N is None else bias_N.double())
     assert error(linear(x_TK).double().sum(0), wanted_TN) < 4e-3
     assert error(linear.swiglu(x_TK), reference.gate(wanted_TN.clone(), 0.0)) < 8e-3
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_multiply_by_numbers_times_factors(form: str) -> None:
-    rule, rows, hidden, inner = RoutingRule(3, 2, normed=True), 4, 128, 128
+    rule, rows, hidden, inner = RoutingRule(3, 2, normed=True), 4, 256, 384
     gate_up, wide_up = packed(rule.experts * 2 * inner, hidden, form, seed=5)
     down, wide_down = packed(rule.experts * hidden, inner, form, seed=6)
+    up_blocks, down_blocks = (weight.scales_NB.shape[1] for weight in (gate_up, down))
+    assert (up_blocks, down_blocks) == ((1, 1) if form == "outputs" else (2, 3))
     x_TK, logits_TE = random(rows, hidden, seed=7), random(rows, rule.experts, seed=8)
     plan = route(logits_TE[None], torch.tensor([rows], dtype=torch.int32, device=DEVICE), rule, None, 16)
     experts = GpuExperts((gate_up, None), (down, None), rule, 0.0)
     found = experts(x_TK, plan, None, torch.float32).double().sum(0)
     ids_TK, weights_TK = reference.route(logits_TE, rule)
-    wanted, seen_TK = torch.zeros(rows, hidden, dtype=torch.float64, device=DEVICE), in_8_bits(x_TK, 1)
+    wanted, seen_TK = torch.zeros(rows, hidden, dtype=torch.float64, device=DEVICE), in_8_bits(x_TK, up_blocks)
     for row in range(rows):
         for expert, weight in zip(ids_TK[row].tolist(), weights_TK[row].double(), strict=True):
             y = reference.gate(seen_TK[row : row + 1] @ wide_up.chunk(3)[expert].T, 0.0)
-            wanted[row] += weight * (in_8_bits(y.float(), 1) @ wide_down.chunk(3)[expert].T)[0]
+            wanted[row] += weight * (in_8_bits(y.float(), down_blocks) @ wide_down.chunk(3)[expert].T)[0]
     assert error(found, wanted) < 3e-3, "an inner number may round to its other neighbour"
     assert experts.bytes == gate_up.bytes + down.bytes
 

@@ -17,7 +17,7 @@ from engine.kernels import linear
 from engine.kernels.experts import grouped_bf12, grouped_linear, quantize_rows, route
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, tile_rows, tiling_for
 from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
-from engine.kernels.tuning import fp8_tiling
+from engine.kernels.tuning import select_fp8_tiling
 
 SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
 # hidden size, an expert's on one rank, its rule
@@ -73,7 +73,7 @@ def in_fp8(rows: int, gated: bool, blocks: int, alone: bool) -> Any:
 
 def dense_in_fp8(rows: int, gated: bool) -> Any:
     """Llama-3.1-8B's gate above up, or its qkv, in 8 bits, for few rows."""
-    tiling = fp8_tiling(28672 if gated else 6144, 4096, rows, gated)
+    tiling = select_fp8_tiling(28672 if gated else 6144, 4096, rows, gated)
     constants = {
         "GATED": gated, "MASKED": False, "SCALED": True, "BLOCK_T": max(16, triton.next_power_of_2(rows)),
         "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "STAGES": tiling.stages,
