@@ -125,7 +125,6 @@ def multiply(
     dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """x·Wᵀ as [P, T, N]: in `dtype`, or x's, where P is 1, else float32 parts. Numbers in 8 bits have `scales`."""
-    assert scales is None or dtype is not None
     dtype = torch.float32 if tiling.parts > 1 else dtype or x_TK.dtype
     out_PTN = torch.empty(tiling.parts, len(x_TK), len(weight_NK), dtype=dtype, device=x_TK.device)
     _launch(x_TK, weight_NK, scales, out_PTN, len(weight_NK), tiling, gated=False)
@@ -138,7 +137,6 @@ def multiply_gated(
 ) -> Tensor:  # fmt: skip
     """silu(x·Gᵀ)·(x·Uᵀ) as [T, I], where W is G above U; as `multiply`. The tiling has one part."""
     assert tiling.parts == 1
-    assert scales is None or dtype is not None
     inner = len(weight_NK) // 2
     out_TI = torch.empty(len(x_TK), inner, dtype=dtype or x_TK.dtype, device=x_TK.device)
     _launch(x_TK, weight_NK, scales, out_TI, inner, tiling, gated=True)
@@ -166,8 +164,7 @@ def _launch(
         return
     row_scales, weight_scales = (x_TK, x_TK) if scales is None else (scales.row_T1, scales.weight_N1)
     assert scales is None or (row_scales.shape == (rows, 1) and weight_scales.shape == (len(weight_NK), 1))
-    assert row_scales.is_contiguous()
-    assert weight_scales.is_contiguous()
+    assert row_scales.is_contiguous() and weight_scales.is_contiguous()
     _multiply_rows[grid](
         x_TK, row_scales, weight_NK, weight_scales, out, rows, outputs, inputs, tiling.parts, GATED=gated,
         MASKED=masked, SCALED=scales is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),

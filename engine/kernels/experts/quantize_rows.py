@@ -27,8 +27,7 @@ def _quantize(x, out, scales, K, B, MAX: tl.constexpr, WHOLE: tl.constexpr, WIDT
     wait()
     values = tl.load(x + row * K + inputs, mask=inputs < K, other=0.0).to(tl.float32)
     # What is no number leaves its row none: a maximum alone would drop it.
-    sizes = tl.where(values == values, tl.abs(values), float("inf"))
-    largest = tl.maximum(tl.max(sizes, 1), _LEAST)
+    largest = tl.maximum(tl.max(tl.where(values == values, tl.abs(values), float("inf")), 1), _LEAST)
     if WHOLE:
         scale = tl.max(largest, 0) / MAX
         values = values / scale
