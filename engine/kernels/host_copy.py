@@ -25,5 +25,6 @@ def copy_words(source: Tensor, target: Tensor) -> None:
     both until it is done."""
     assert source.dtype == target.dtype == torch.int32
     assert source.shape == target.shape
-    assert source.is_contiguous() and target.is_contiguous()
+    assert source.is_contiguous()
+    assert target.is_contiguous()
     _copy[(triton.cdiv(source.numel(), _BLOCK),)](source, target, source.numel(), BLOCK=_BLOCK, num_warps=8)

@@ -164,7 +164,8 @@ def _launch(
         return
     row_scales, weight_scales = (x_TK, x_TK) if scales is None else (scales.row_T1, scales.weight_N1)
     assert scales is None or (row_scales.shape == (rows, 1) and weight_scales.shape == (len(weight_NK), 1))
-    assert row_scales.is_contiguous() and weight_scales.is_contiguous()
+    assert row_scales.is_contiguous()
+    assert weight_scales.is_contiguous()
     _multiply_rows[grid](
         x_TK, row_scales, weight_NK, weight_scales, out, rows, outputs, inputs, tiling.parts, GATED=gated,
         MASKED=masked, SCALED=scales is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),

@@ -224,7 +224,8 @@ def _launch(
     inputs, blank = x.rows.shape[1], weights.weight
     lists: tuple[Tensor, ...] = (blank,) * 4
     if isinstance(plan, int):
-        assert not gated and weights.bias is None
+        assert not gated
+        assert weights.bias is None
         rows, choices, tiles, tile_rows = len(x.rows), 1, triton.cdiv(len(x.rows), plan), plan
     else:
         (rows, choices), tiles, tile_rows = plan.weights_TK.shape, len(plan.tiles_L2), plan.rows
