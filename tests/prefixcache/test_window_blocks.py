@@ -138,3 +138,20 @@ class Model:
 @pytest.mark.parametrize("seed", range(60))
 def test_any_history_is_that_of_a_plain_list(seed: int) -> None:
     Model(seed).run()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_may_be_begun_with_is_what_a_search_finds(seed: int) -> None:
+    """`first` as windows and chunks of any number of blocks have it; any of a path's blocks may be gone."""
+    pick = random.Random(seed)
+    for _ in range(50):
+        path, span, chunked = list(range(pick.randrange(1, 24))), pick.randrange(1, 9), pick.random() < 0.5
+
+        def first(count: int, span: int = span, chunked: bool = chunked) -> int:
+            return count // span * span if chunked else max(0, count - span)
+
+        here = [block for block in path if pick.random() < 0.7]
+        blocks = WindowBlocks(lambda: 0.0)
+        blocks.add(A, 0, here, [100 + block for block in here])
+        fitting = [count for count in range(len(path) + 1) if {*path[first(count) : count]} <= {*here}]
+        assert blocks.usable(path, first) == max(fitting)

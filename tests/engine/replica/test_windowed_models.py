@@ -71,7 +71,7 @@ def greedy(reference: PreTrainedModel, prompt: Sequence[int], tokens: int) -> li
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", [*WINDOWED, "llama4 scout", "gpt-oss"])
 def test_texts_are_those_of_the_reference_library_over_several_windows(family: str, tmp_path: Path) -> None:
     assert family in FAMILIES
     reference = reference_model(family)
@@ -88,7 +88,8 @@ def test_texts_are_those_of_the_reference_library_over_several_windows(family: s
     for group in served.kv.windowed:
         group.pool.free(group.cached.evict(1000))  # one group alone has lost all
     assert served.texts(again[3:4], 8) == [greedy(reference, again[3], 8)]
-    assert served.cached[10] == 0, "its window had to be computed again"
+    begins_a_chunk = family == "llama4 scout"  # whose token 96 sees none before it
+    assert served.cached[10] == (96 if begins_a_chunk else 0), "its window had to be computed again"
     served.model.close()
 
 

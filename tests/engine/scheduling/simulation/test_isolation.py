@@ -17,8 +17,10 @@ from engine.kv_blocks.public_prefixes import InvalidPublicPrefix, whole_blocks
 from engine.protocol.frames import Submit
 from engine.protocol.types import FinishReason, SamplingParams, SchedulingTerms, Scope, ScopeKind
 from engine.scheduling.scheduler import STALE_BLOCKS
+from engine.step.key_span import KeySpan
 from tests.engine.scheduling.simulation.replica import GROUPING, Heard, Simulation
 from tests.engine.scheduling.simulation.test_replica import install_broken
+from tests.engine.scheduling.simulation.windows import WindowSize
 from tests.engine.scheduling.test_scheduler import words
 from tests.prefixcache.history import cached_of
 
@@ -37,6 +39,11 @@ STRANGERS = [
     Scope(ScopeKind.TENANT, ONE, epoch=9, account=ONE),
     REQUEST,
 ]
+
+
+SPANS = [KeySpan(window=10), KeySpan(chunk=16)]
+WINDOWS = [(), *((WindowSize(span, 64, 64, 1, 64),) for span in SPANS)]  # beside the tree's blocks
+NAMES = ["", "window", "chunk"]
 
 
 def cached(entry: Heard) -> int:
@@ -62,16 +69,17 @@ def secrets(simulation: Simulation) -> int:
 # The exact gate
 
 
+@pytest.mark.parametrize("windows", WINDOWS, ids=NAMES)
 @pytest.mark.parametrize("public", [(), (PUBLIC,)], ids=["", "published"])
 @pytest.mark.parametrize("way", ["fresh", "together", "evicted", "preempted"])
 @pytest.mark.parametrize("stranger", STRANGERS, ids=str)
 @pytest.mark.parametrize("scope", KINDS, ids=str)
 def test_others_find_nothing_and_ones_own_exactly_what_is_there(
-    scope: Scope, stranger: Scope, way: str, public: tuple[list[int], ...]
+    scope: Scope, stranger: Scope, way: str, public: tuple[list[int], ...], windows: tuple[WindowSize, ...]
 ) -> None:
     if (scope.kind, scope.id, scope.epoch) == (stranger.kind, stranger.id, stranger.epoch):
         return
-    simulation = Simulation(blocks=64, block_tokens=4, public=public)
+    simulation = Simulation(blocks=64, block_tokens=4, public=public, windows=windows)
     prompt = [*PUBLIC, *words(22)] if public else words(38)
     everybodys = 16 if public else 0
     (cold,) = simulation.submit(1, prompt, scope)
@@ -98,6 +106,7 @@ def test_others_find_nothing_and_ones_own_exactly_what_is_there(
     simulation.assert_all_finished()
 
 
+@pytest.mark.parametrize("windows", WINDOWS, ids=NAMES)
 @pytest.mark.parametrize(
     ("right", "wrong", "stranger"),
     [
@@ -107,11 +116,11 @@ def test_others_find_nothing_and_ones_own_exactly_what_is_there(
     ],
 )
 def test_the_exact_gate_fails_where_scopes_share(
-    right: str, wrong: str, stranger: Scope, monkeypatch: pytest.MonkeyPatch
+    right: str, wrong: str, stranger: Scope, windows: tuple[WindowSize, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_broken("sequences.validation", right, wrong, monkeypatch)
     with pytest.raises(AssertionError):
-        test_others_find_nothing_and_ones_own_exactly_what_is_there(TENANT, stranger, "fresh", ())
+        test_others_find_nothing_and_ones_own_exactly_what_is_there(TENANT, stranger, "fresh", (), windows)
 
 
 def test_the_blocks_of_a_duplicate_stay_in_their_scope() -> None:
@@ -133,11 +142,12 @@ def flood(simulation: Simulation, account: bytes, blocks: int) -> None:
         simulation.run()
 
 
-def test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits() -> None:
+@pytest.mark.parametrize("windows", WINDOWS, ids=NAMES)
+def test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits(windows: tuple[WindowSize, ...]) -> None:
     terms = SchedulingTerms(floor_blocks=12)
     hits = []
     for flooded in (False, True):
-        simulation = Simulation(blocks=64, step_tokens=64)
+        simulation = Simulation(blocks=64, step_tokens=64, windows=windows)
         for id in (1, 2):
             simulation.submit(id, words(25, id), TENANT, terms=terms)
             simulation.run()
@@ -162,11 +172,12 @@ def test_the_eviction_gate_fails_where_each_scope_counts_for_itself_and_floors_d
         monkeypatch,
     )
     with pytest.raises(AssertionError):
-        test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits()
+        test_a_flood_of_ten_pools_leaves_a_quiet_tenant_its_hits(())
 
 
-def test_an_account_cannot_flood_by_its_users() -> None:
-    simulation = Simulation(blocks=64, step_tokens=64)
+@pytest.mark.parametrize("windows", WINDOWS, ids=NAMES)
+def test_an_account_cannot_flood_by_its_users(windows: tuple[WindowSize, ...]) -> None:
+    simulation = Simulation(blocks=64, step_tokens=64, windows=windows)
     for number in range(20):
         scope = Scope(ScopeKind.USER, bytes([number]) * 16, account=ONE)
         simulation.submit(number, words(31, number), scope, max_tokens=1, terms=SchedulingTerms(cap_blocks=10))
