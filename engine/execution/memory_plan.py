@@ -4,6 +4,7 @@ Arithmetic only: it does not measure what is free or what a step needs.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence as Items
 from typing import Final
 
@@ -76,6 +77,10 @@ def _public_prefix_blocks(model: ModelSpec) -> int:
     return sum(len(prefix) // model.block_tokens for prefix in model.public_prefixes)
 
 
+def _context_bytes(shapes: Items[KVShape], tokens: int) -> int:
+    return sum(shape.span.held_blocks(tokens, shape.block_tokens) * shape.block_bytes for shape in shapes)
+
+
 def kv_blocks(
     model: ModelSpec, shapes: Items[KVShape], tokens: int, sequences: int, room_bytes: int, free_bytes: int
 ) -> list[int]:
@@ -85,13 +90,14 @@ def kv_blocks(
     One context gets its blocks where free_bytes hold it, though there be less room. Raises DoesNotFit.
     """
     held = [shape.span.held_blocks(tokens, shape.block_tokens) for shape in shapes]
-    context_bytes = sum(count * shape.block_bytes for count, shape in zip(held, shapes, strict=True))
+    context_bytes = _context_bytes(shapes, tokens)
     if model.kv_bytes is not None:
         _require_kv_bytes(model.kv_bytes, shapes, held, free_bytes)
         return [model.kv_bytes // shape.block_bytes for shape in shapes]
     kv_bytes = max(min(room_bytes, sequences * context_bytes), context_bytes)
     if context_bytes > free_bytes:
-        fitting = max(0, free_bytes) // sum(shape.block_bytes for shape in shapes) * shapes[0].block_tokens
+        lengths = range(block_tokens := shapes[0].block_tokens, tokens, block_tokens)
+        fitting = block_tokens * bisect_right(lengths, free_bytes, key=lambda length: _context_bytes(shapes, length))
         advice = f"set context_tokens to at most {fitting}" if fitting else "use a device with more memory"
         raise DoesNotFit(
             f"one context of {tokens} tokens takes {context_bytes / 1e9:.1f} GB of KV, "

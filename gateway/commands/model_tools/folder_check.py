@@ -5,6 +5,7 @@ fits, and not larger than a device can ever hold. It reads no weights; a process
 import contextlib
 import subprocess
 import sys
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -173,8 +174,9 @@ def _remedies(entry: ModelEntryConfig, sizes: ModelSizes, weights: int, budget: 
     """Changes that each alone would make the model fit."""
     kv, left = sizes.kv_bytes_of_a_context, budget.budget_bytes - weights
     on_gpu, remedies = budget.device != HOST_MEMORY_DEVICE, []
-    if kv and left >= _MIN_CONTEXT * sizes.kv_bytes_per_token:
-        remedies.append(f"set context_tokens to at most {left // sizes.kv_bytes_per_token}")
+    fitting = bisect_right(range(1, sizes.context_tokens), left, key=sizes.kv_bytes_of) if kv else 0
+    if fitting >= _MIN_CONTEXT:
+        remedies.append(f"set context_tokens to at most {fitting}")
     if on_gpu and entry.kv_dtype == "auto" and kv // 2 <= left:
         remedies.append('set kv_dtype = "fp8"')
     if entry.dtype == "float32" and weights // 2 + kv <= budget.budget_bytes:

@@ -1,5 +1,6 @@
 """How large a model is, from its folder's config.json, its files and the catalogue's settings. It reads no weights."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -20,7 +21,7 @@ class ModelSizes:
     weights_bytes        on a GPU, and on a CPU where the folder is not `compressed`.
     parameters_type      that the weights are stored as; empty for random ones.
     kv_bytes_per_token   at 2 bytes a number, with fp8 at one, while no layer's window is full,
-    kv_bytes_of_a_context    and of context_tokens of them.
+    kv_bytes_of          and of a context of so many tokens.
     """
 
     weights_bytes: int
@@ -29,7 +30,11 @@ class ModelSizes:
     context_tokens: int
     layers: int
     kv_bytes_per_token: int
-    kv_bytes_of_a_context: int
+    kv_bytes_of: Callable[[int], int]
+
+    @property
+    def kv_bytes_of_a_context(self) -> int:
+        return self.kv_bytes_of(self.context_tokens)
 
     @property
     def memory_bytes(self) -> int:
@@ -73,7 +78,7 @@ def sizes_of(config: Config, entry: ModelEntryConfig) -> ModelSizes | None:
         context_tokens=tokens,
         layers=geometry.layers,
         kv_bytes_per_token=generates * geometry.kv_numbers_per_token * number_bytes,
-        kv_bytes_of_a_context=generates * geometry.kv_numbers(tokens) * number_bytes,
+        kv_bytes_of=lambda tokens: generates * geometry.kv_numbers(tokens) * number_bytes,
     )
 
 

@@ -1,5 +1,7 @@
 """engine/execution/memory_plan.py: how many blocks there is room for, and what is refused with which advice."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -54,6 +56,16 @@ def test_one_context_gets_its_blocks_where_they_are_free() -> None:
 def test_a_context_that_does_not_fit_is_refused_with_the_one_that_would() -> None:
     with pytest.raises(DoesNotFit, match="set context_tokens to at most 144"):
         kv_blocks(spec(), [SHAPE], 160, 64, room_bytes=3 * BLOCK, free_bytes=10 * BLOCK - 1)
+
+
+def test_the_context_that_would_fit_counts_a_full_window_once() -> None:
+    windowed = replace(SHAPE, span=KeySpan(window=32))
+    shapes = [SHAPE, windowed]
+    window_blocks = windowed.span.held_blocks(1600, SHAPE.block_tokens)
+    free = (window_blocks + 40) * BLOCK
+    with pytest.raises(DoesNotFit, match=f"at most {40 * SHAPE.block_tokens}$"):
+        kv_blocks(spec(), shapes, 1600, 64, room_bytes=3 * BLOCK, free_bytes=free)
+    assert sum(kv_blocks(spec(), shapes, 40 * SHAPE.block_tokens, 1, room_bytes=0, free_bytes=free)) * BLOCK == free
 
 
 def test_where_nothing_is_free_no_context_is_advised() -> None:

@@ -18,7 +18,8 @@ from gateway.catalogue.catalogue import model_entries, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
 from gateway.commands.model_tools import add
-from gateway.config import SettingsError, load_config
+from gateway.commands.model_tools.size import sizes_of
+from gateway.config import ModelEntryConfig, SettingsError, load_config
 from tests.support import minilm
 from tests.support.tiny_model import HIDDEN, tensors, write_tiny
 
@@ -336,6 +337,15 @@ def test_a_model_fits_once_what_was_said_to_help_is_done(folder: Path, capsys: p
     most = said.split("context_tokens to at most ")[1].split()[0]
     assert "context_tokens" in refused(capsys, NAME, "assistant", "--context-tokens", str(int(most) + 1))
     assert main(["models", "add", NAME, "assistant", "--context-tokens", most]) == 0
+
+
+def test_windows_let_a_longer_context_fit(folder: Path) -> None:
+    change(folder, architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=64)
+    sizes = sizes_of(load_config(), ModelEntryConfig(name=NAME, folder="assistant"))
+    assert sizes is not None
+    whole = sizes.context_tokens * sizes.kv_bytes_per_token
+    assert sizes.kv_bytes_of_a_context < whole / 4, "all layers see a window"
+    assert sizes.kv_bytes_of(64) == 64 * sizes.kv_bytes_per_token
 
 
 def test_the_largest_gpu_counts_and_fp8_may_help(
