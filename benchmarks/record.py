@@ -56,7 +56,9 @@ def record(
     name: str, shape: str, value: float, unit: str, *, bound: float | None = None, peer: str | None = None
 ) -> Row:
     """Prints one figure and keeps it in `benchmarks/results/<name>.json`, in place of the same shape's older row."""
-    command = "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    module = sys.modules["__main__"].__spec__  # None where a file was run
+    program = os.path.relpath(sys.argv[0]) if module is None else f"-m {module.name}"
+    command = " ".join(["python", program, *sys.argv[1:]])
     row = Row(shape, value, unit, bound, peer, hardware(), commit(), command)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
