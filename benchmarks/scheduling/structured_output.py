@@ -38,8 +38,9 @@ from engine.protocol.types import Grammar, GrammarKind, RejectReason
 from engine.sequences.sequence import GrammarMatcher
 from engine.sequences.validation import SubmitRejected
 from engine.step.layout import Int32s
+from engine.structured_output.lark_grammar import LarkMatcher
 from engine.structured_output.llguidance_backend import open_tokenizer
-from engine.structured_output.manager import LarkMatcher, StructuredOutputManager
+from engine.structured_output.manager import StructuredOutputManager
 from tests.engine.structured_output.texts import EMBER, Judgement, Scribe, compiled, judge
 
 VOCABULARY = 128256

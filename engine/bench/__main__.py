@@ -101,7 +101,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _names(shapes: str) -> list[str]:
-    names = [START, *SHAPES] if shapes in ("", "all") else shapes.split(",")
+    among_all = [START, *(name for name, shape in SHAPES.items() if shape.among_all)]
+    names = among_all if shapes in ("", "all") else shapes.split(",")
     unknown = [name for name in names if name not in SHAPES and name != START]
     if unknown:
         sys.exit(f"no shape {', '.join(unknown)}; --list tells of those there are")

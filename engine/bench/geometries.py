@@ -120,10 +120,12 @@ GEOMETRIES: Final[dict[str, dict[str, Any]]] = {
     "scout": {**_sizes(5120, 8192, 48, 40, 8, 1048576), **_SCOUT},
     # What one of two GPUs computes of it, without what they tell each other.
     "scout-rank": {**_sizes(5120, 4096, 48, 20, 4, 1048576), **_SCOUT, "intermediate_size_mlp": 8192},
+    # As many of its layers as have a full one among them, for sequences that leave no room beside all of it.
+    "scout-slice": {**_sizes(5120, 8192, 4, 40, 8, 1048576), **_SCOUT, "intermediate_size_mlp": 16384},
     "tiny": {**_LLAMA, **_sizes(64, 96, 2, 4, 2, 4096), "vocab_size": 160, "torch_dtype": "float32"},
 }
 
-MIXTURES: Final = ("mixtral-8x7b", "qwen3-30b", "gpt-oss-20b", "scout", "scout-rank")
+MIXTURES: Final = ("mixtral-8x7b", "qwen3-30b", "gpt-oss-20b", "scout", "scout-rank", "scout-slice")
 
 
 def write_folder(name: str, folder: Path) -> Path:

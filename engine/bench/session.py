@@ -1,7 +1,7 @@
 """One model, opened once, and sessions on it: requests in, tokens and their times out. It knows no shapes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -132,11 +132,12 @@ class BenchSession:
         while self._loop.turn():
             pass
 
-    def _sample(self, step: InflightStep, matchers: list[GrammarMatcher | None]) -> None:
+    def _sample(self, step: InflightStep, matchers: list[GrammarMatcher | None]) -> Callable[[], None]:
         assert isinstance(step, _TimedStep)
         assert self._sampler is not None
         assert self._grammars is not None
-        self._sampler.sample(step.step, self._grammars.masks(matchers))
+        sampler, masks = self._sampler, self._grammars.begin_masks(matchers)
+        return lambda: sampler.sample(step.step, masks())
 
     @property
     def waited_s(self) -> float:

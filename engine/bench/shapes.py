@@ -65,11 +65,13 @@ MeasureShape = Callable[[BenchEngine, RooflineBound, WorkloadSizes], list[ShapeR
 
 @dataclass(frozen=True, slots=True)
 class BenchShape:
-    """`peer` is vLLM 0.24.0 on one H200 with Llama-3.1-8B's geometry, bf16, in the figure's unit."""
+    """`peer` is vLLM 0.24.0 on one H200 with Llama-3.1-8B's geometry, bf16, in the figure's unit. One that is not
+    `among_all` has to be asked for by its name."""
 
     description: str
     measure: MeasureShape
     peer: float | None = None
+    among_all: bool = True
 
 
 def _prompt(engine: BenchEngine, length: int, seed: int) -> list[int]:
@@ -229,6 +231,20 @@ def _first_token(length: int, engine: BenchEngine, bound: RooflineBound, sizes: 
     return [ShapeResult(f"ttft-{length}", statistics.median(took[1:]), "ms", bound.prompt_ms(tokens))]
 
 
+def _million(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
+    """One sequence of a million tokens, once: its prompt, and a step behind it."""
+    tokens = sizes.scaled(1_000_000) // sizes.scale
+    with BenchSession(engine, gap_ms=60_000) as session:
+        stream = session.submit(_prompt(engine, tokens, 0), sizes.steps * 2 + 16)
+        session.run_until_all_stream()
+        first_token_s = stream.token_s[0] - stream.submitted_s
+        step_ms = session.steps_ms(sizes.steps)
+    return [
+        ShapeResult("million", first_token_s, "s", bound.prompt_ms(tokens) / 1e3),
+        ShapeResult("million-decode", step_ms, "ms", bound.step_ms(1, tokens)),
+    ]
+
+
 def _gaps_under_prefill(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     """32 streams decode while long prompts come one after another."""
     count = sizes.scaled(32)
@@ -333,6 +349,9 @@ SHAPES: Final[dict[str, BenchShape]] = {
         f"ttft-{length}": BenchShape(f"one prompt of {length} to its first token", partial(_first_token, length), peer)
         for length, peer in ((1024, 35.0), (4096, 101.0), (8192, 210.0), (16000, 464.0))
     },
+    "million": BenchShape(
+        "one sequence of 1,000,000 tokens, with --context 1048576: its prompt, and a step", _million, among_all=False
+    ),
     "itl-p99-under-prefill": BenchShape("gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
     "grammar-32": BenchShape("32 sampled sequences kept to 4 KB schemas: a step, its cost", partial(_grammar, 32)),
     "grammar-128": BenchShape("128 of them, four to a schema", partial(_grammar, 128)),

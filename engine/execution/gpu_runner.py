@@ -16,9 +16,10 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from engine.execution.cuda_graphs import CudaGraphs, capture_sizes
+from engine.execution.cuda_graphs import HOT_SIZES, CudaGraphs, capture_sizes
 from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_sampler import (
+    MASKS_ONLY,
     TEMPERATURE_ONLY,
     LogprobTensors,
     SamplingFeatures,
@@ -84,7 +85,9 @@ class GpuRunner:
         self._bodies = CudaGraphs(lambda rows: weak._body(rows, wide=False), sizes, workspace, together[0])
         self._heads = CudaGraphs(lambda rows: weak._head(rows), head_sizes, workspace, together[1])
         self._wide_bodies = CudaGraphs(lambda rows: weak._body(rows, wide=True), sizes, workspace, together[2])
-        self._graphs = (self._bodies, self._heads, self._wide_bodies)
+        masked_sizes = [size for size in head_sizes if size in HOT_SIZES and self._windows is None]
+        self._masked_heads = CudaGraphs(lambda rows: weak._head(rows, MASKS_ONLY), masked_sizes, workspace)
+        self._graphs = (self._bodies, self._heads, self._wide_bodies, self._masked_heads)
 
     @property
     def max_graphs(self) -> int:
@@ -94,7 +97,7 @@ class GpuRunner:
     def capture_hot(self, beat: Callable[[], None]) -> None:
         """Captures the graphs of the hot sizes."""
         with self._stream.entered():
-            for graphs in self._graphs:
+            for graphs in (self._bodies, self._heads, self._wide_bodies):
                 while graphs.hot:
                     graphs.capture_next()
                     beat()
@@ -142,7 +145,7 @@ class GpuRunner:
                 self._announcer.launch(order, words.numpy())
             self._launch_body(order, words)
             if batch.masked:
-                staged.batch, staged.logits_RV = batch, self._logits(sampled_rows)
+                self._begin_masked(batch, staged)
             elif sampled_rows:
                 self._sample(batch, staged, order.head_size)
             staged.mark.set()
@@ -273,6 +276,8 @@ class GpuRunner:
             return
         if features == TEMPERATURE_ONLY:
             self._heads.launch(rows, head_size)
+        elif staged.masked_size:
+            self._masked_heads.launch(rows, staged.masked_size)
         else:
             logits_RV, staged.logits_RV = staged.logits_RV, None
             with self._memory.workspace.entered():
@@ -280,6 +285,15 @@ class GpuRunner:
                 if features.logprobs:
                     LogprobTensors.of(logits_RV, self._buffers.sampled_R[:rows]).copy_to(staged.reports)
         copy_words(self._buffers.sampled_R[:rows], staged.tokens_R[:rows])
+
+    def _begin_masked(self, batch: StepBatch, staged: StagedStep) -> None:
+        """Queues the head while the host works out masks, unless a graph has it together with the sampling: launching
+        kernels one by one costs the host more than the device waits for the head."""
+        staged.batch, rows = batch, staged.rows
+        if SamplingFeatures.of(batch) == MASKS_ONLY:
+            staged.masked_size = self._masked_heads.captured_size(rows)
+        if not staged.masked_size:
+            staged.logits_RV = self._logits(rows)
 
     def _logits(self, rows: int) -> Tensor:
         """Queues the head alone. Nothing else computes in the workspace until these logits are sampled."""

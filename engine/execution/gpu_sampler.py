@@ -46,6 +46,7 @@ class SamplingFeatures:
 
 
 TEMPERATURE_ONLY: Final = SamplingFeatures()
+MASKS_ONLY: Final = SamplingFeatures(masks=True)
 
 
 def sample_tokens(
@@ -115,7 +116,8 @@ def _top_logits(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class StagedStep:
     """An in-flight step on a GPU, with the host memory that it is uploaded from and its tokens are downloaded to.
 
-    batch, logits_RV   the step and its rows' logits, while it lacks its masks.
+    batch, logits_RV   the step and its rows' logits, while it lacks its masks; no logits where a graph computes them
+                       when these are there, of masked_size rows.
     """
 
     def __init__(self, stream: DeviceStream, words: int, sequences: int, vector_width: int) -> None:
@@ -131,14 +133,14 @@ class StagedStep:
         self.mark = stream.mark()
         self.batch: StepBatch | None = None
         self.logits_RV: Tensor | None = None
-        self.rows = 0
+        self.rows = self.masked_size = 0
         self.logprob_counts: dict[int, int] = {}
         self._tokens_R = self.tokens_R.numpy()
 
     def begin(self, batch: StepBatch) -> None:
         """Notes what is to be read of the step when it has landed."""
         self.batch = self.logits_RV = None
-        self.rows = len(batch.rows_R)
+        self.rows, self.masked_size = len(batch.rows_R), 0
         counts = batch.sampling_R["logprobs"].tolist()
         self.logprob_counts = {row: count for row, count in enumerate(counts) if count >= 0}
 

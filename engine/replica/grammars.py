@@ -6,11 +6,11 @@ from engine.protocol.frames import Submit
 from engine.protocol.types import ScopeKind
 from engine.scheduling.step_loop import SampleMasked
 from engine.sequences.sequence import GrammarMatcher, Sequence
-from engine.step.executor import LoadedModel
+from engine.step.executor import InflightStep, LoadedModel
 from engine.step.layout import Int32s
 from engine.structured_output.manager import StructuredOutputManager
 
-MaskWriter = Callable[[list[GrammarMatcher | None]], Int32s]
+BeginMasks = Callable[[list[GrammarMatcher | None]], Callable[[], Int32s]]
 
 
 def compile_grammar(grammars: StructuredOutputManager, submit: Submit, sequences: list[Sequence]) -> None:
@@ -24,9 +24,14 @@ def compile_grammar(grammars: StructuredOutputManager, submit: Submit, sequences
         sequence.compilation = compilation
 
 
-def masked_sampler(model: LoadedModel, write_masks: MaskWriter) -> SampleMasked | None:
+def masked_sampler(model: LoadedModel, begin_masks: BeginMasks) -> SampleMasked | None:
     """What samples masked rows with the masks of their matchers; None where no row can have one."""
     sampler = model.sampler
     if sampler is None:
         return None
-    return lambda step, matchers: sampler.sample(step, write_masks(matchers))
+
+    def begin(step: InflightStep, matchers: list[GrammarMatcher | None]) -> Callable[[], None]:
+        masks = begin_masks(matchers)
+        return lambda: sampler.sample(step, masks())
+
+    return begin

@@ -49,7 +49,7 @@ def open_served_model(
     tokens_max = max_sequence_tokens(model, sum(map(len, prefixes)))
     validator = open_validator(model, spec.model, tokens_max)
     scheduler = open_scheduler(model, spec.model, clock)
-    sampler = masked_sampler(model, grammars.masks)
+    sampler = masked_sampler(model, grammars.begin_masks)
     images = None if model.images is None else ImageWorker(model.images, model.compute_context)
     loop = StepLoop(model.executor, scheduler, model.memories, sampler, model.tier, model.exchange, images)
     publish_prefixes(loop, scheduler, [validator.public_sequence(prefix) for prefix in prefixes])

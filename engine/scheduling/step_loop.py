@@ -1,8 +1,8 @@
 """Keeps a model's device at work: plans, launches, waits for the oldest in-flight step, commits. It knows no sockets.
 
 With two steps in flight the host plans and packs a step while the device computes the one before it; only landing a
-step waits for the device. What a masked row may become depends on the token before it: such a step gets its masks when
-the one before it has landed, while the device computes its layers.
+step waits for the device. What a masked row may become depends on the token before it: masks of such a step are begun
+when the one before it has landed, while the device computes its layers and the host plans the next one.
 """
 
 import traceback
@@ -36,8 +36,9 @@ from engine.tiers.host_blocks import BlockLoad
 _HOST_SWEEP_MAX: Final = 32  # slots given back beside one step: the host zeroes them itself
 _FREE_SLOTS_MIN: Final = 64
 
-SampleMasked = Callable[[InflightStep, list[GrammarMatcher | None]], None]
-"""Gives a step the masks of its masked rows, from their matchers; None for a row that is not wanted any more."""
+SampleMasked = Callable[[InflightStep, list[GrammarMatcher | None]], Callable[[], None]]
+"""Begins the masks of a step's masked rows, from their matchers; None for a row that is not wanted any more. What it
+returns waits for them and gives them to the step."""
 
 
 class ImageQueue(Protocol):
@@ -111,7 +112,8 @@ class StepLoop:
         self._host = None if kv is None or tier is None else kv.host
         self._loads: deque[tuple[BlockLoad[Sequence], Arrival]] = deque()
         self._inflight: deque[tuple[StepPlan, InflightStep]] = deque()
-        self._unmasked: StepPlan | None = None  # the newest step's, while it waits for its masks
+        self._unmasked: StepPlan | None = None  # the newest step's, before its masks are begun
+        self._finish_masks: Callable[[], None] | None = None  # gives the only step in flight those that are begun
 
     @property
     def idle(self) -> bool:
@@ -130,6 +132,7 @@ class StepLoop:
         self._take_images()
         while len(self._inflight) < self._depth and (plan := self._next_batch()) is not None:
             self.zero_freed()
+            self._give_masks()
             step = self._launch(plan)
             self._inflight.append((plan, step))
             if isinstance(step, FailedLaunch):
@@ -137,13 +140,11 @@ class StepLoop:
                     self._land()
                 return True
             self._unmasked = plan if plan.masked_sequences else None
-            self._give_masks()
-            if not self._inflight:
-                return True
+            self._begin_masks()
         if not self._inflight:
             return traded
         self._land()
-        self._give_masks()
+        self._begin_masks()
         return True
 
     def sweep(self) -> bool:
@@ -160,7 +161,7 @@ class StepLoop:
         """Lands what is in flight, loads too, and launches nothing: all tokens are known then."""
         while self._inflight:
             self._land()
-            self._give_masks()
+            self._begin_masks()
         while self._arrive(wait=True):
             pass
 
@@ -299,8 +300,8 @@ class StepLoop:
         except Exception as error:
             return FailedLaunch(error)
 
-    def _give_masks(self) -> None:
-        """Gives the only step in flight its masks, if it waits for them: all tokens before its own are known."""
+    def _begin_masks(self) -> None:
+        """Begins the masks of the only step in flight, if it waits for them: all tokens before its own are known."""
         if self._unmasked is None or len(self._inflight) != 1:
             return
         plan, step = self._inflight[0]
@@ -308,12 +309,22 @@ class StepLoop:
         assert self._sample_masked is not None
         self._unmasked = None
         try:
-            self._sample_masked(step, plan.matchers)
+            self._finish_masks = self._sample_masked(step, plan.matchers)
         except Exception as error:
             self._inflight[0] = (plan, FailedLaunch(error))
-            self._land()
+
+    def _give_masks(self) -> None:
+        """Gives the only step in flight the masks that are begun: before the next launch, and before it lands."""
+        if self._finish_masks is None:
+            return
+        finish, self._finish_masks = self._finish_masks, None
+        try:
+            finish()
+        except Exception as error:
+            self._inflight[0] = (self._inflight[0][0], FailedLaunch(error))
 
     def _land(self) -> None:
+        self._give_masks()
         plan, step = self._inflight.popleft()
         try:
             output = step.wait()

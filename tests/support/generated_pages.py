@@ -88,7 +88,7 @@ def _sizing() -> Iterator[str]:
     yield from ("", f"| model's geometry | weights | KV of {CONTEXT:,} tokens | context | {' | '.join(GPUS)} |")
     yield "|---|---|---|---|" + "---|" * len(GPUS)
     for name, config in GEOMETRIES.items():
-        if name in ("tiny", "scout-rank"):  # no models that anybody serves
+        if name in ("tiny", "scout-rank", "scout-slice"):  # no models that anybody serves
             continue
         try:
             geometry = geometry_of(config)

@@ -18,6 +18,7 @@ from subprocess import PIPE, Popen
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -804,6 +805,15 @@ def test_graphs_give_what_kernels_launched_one_by_one_give(opened: Opened, tmp_p
             slices = [text.slice(tokens, GREEDY) for text, tokens in zip(several, take, strict=True)]
             tokens = launch(runner, slices).wait().tokens_R
             assert tokens.tolist() == logits(runner, slices).argmax(-1).tolist()
+            masked = [msgspec.structs.replace(each, masked=row % 2 == 0) for row, each in enumerate(slices)]
+            masks_MW = rng.integers(1, 1 << 31, (len(masked[::2]), 5), np.int32)
+            step = launch(runner, masked)
+            assert step.masked_size >= count, "drawn by a graph"
+            runner.executor.sample(step, masks_MW)
+            allowed_RV = torch.ones(count, 160, dtype=torch.bool)
+            allowed_RV[::2] = torch.from_numpy(np.unpackbits(masks_MW.view(np.uint8), axis=1, bitorder="little")) > 0
+            wanted_RV = logits(runner, slices).cpu().masked_fill(~allowed_RV, float("-inf"))
+            assert step.wait().tokens_R.tolist() == wanted_RV.argmax(-1).tolist()
 
 
 @pytest.mark.gpu

@@ -169,7 +169,7 @@ def test_8k_tokens_come_back_at_50_gb_a_second_and_later_steps_do_not_wait_for_t
         tier.store(blocks, slots)
         tier.wait()
         took_ms = []
-        for _ in range(5):
+        for number in range(6):  # kernels are loaded in the first one
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with tier._copies.entered():
                 began.record()
@@ -181,7 +181,7 @@ def test_8k_tokens_come_back_at_50_gb_a_second_and_later_steps_do_not_wait_for_t
             step.wait()
             with tier._scatters.entered():
                 ended.record()
-            assert not ended.query(), "the step waited for the load"
+            assert not number or not ended.query(), "the step waited for the load"
             tier.wait()
             took_ms.append(began.elapsed_time(ended))
         moved = 512 * pool.shape.block_bytes

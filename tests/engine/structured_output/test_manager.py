@@ -1,5 +1,6 @@
 """engine/structured_output/manager.py: whose grammars are kept, whose turn it is, and what matchers let through."""
 
+import gc
 import itertools
 import json
 import random
@@ -16,14 +17,13 @@ from jsonschema import Draft202012Validator
 from engine.protocol.types import Grammar, GrammarKind, RejectReason
 from engine.sequences.sequence import FORCED_MAX, GrammarMatcher
 from engine.sequences.validation import SubmitRejected
+from engine.structured_output import lark_grammar
 from engine.structured_output import manager as module
+from engine.structured_output.lark_grammar import PARSERS_MAX, TOKEN_MS_MAX, LarkCompilation, LarkMatcher
 from engine.structured_output.llguidance_backend import open_tokenizer
 from engine.structured_output.manager import (
     CACHED_PER_ACCOUNT_MAX,
-    PARSERS_MAX,
     PENDING_PER_ACCOUNT_MAX,
-    TOKEN_MS_MAX,
-    LarkMatcher,
     StructuredOutputManager,
 )
 from tests.engine.structured_output.test_sandbox import ENDLESS
@@ -269,29 +269,29 @@ def test_a_mask_written_in_a_threads_own_time_is_the_same(grammars: StructuredOu
     matchers = [matcher_of(grammars, source) for source in (AMBIGUOUS, PLAIN, 'start: "a"')]
     at_once = grammars.masks(matchers)
     assert len({matcher.mask_us for matcher in matchers}) == 1, "a share each"
-    grammars._timing = True
+    grammars.writer._timing = True
     assert (grammars.masks(matchers) == at_once).all()
     assert len({matcher.mask_us for matcher in matchers}) == 3
-    assert not grammars._timing, "they took no time"
+    assert not grammars.writer._timing, "they took no time"
 
 
 def test_masks_of_several_threads_take_no_longer_together_than_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second of a processor each, by these clocks, is not what others wait for."""
     with closing(StructuredOutputManager(EMBER, 2)) as grammars:
         matchers = [matcher_of(grammars, source) for source in (AMBIGUOUS, PLAIN, 'start: "a"')]
-        grammars._timing = True
+        grammars.writer._timing = True
         monkeypatch.setattr(time, "thread_time", itertools.count().__next__)
         began = time.perf_counter()
         grammars.masks(matchers)
         assert 0 < sum(matcher.mask_us for matcher in matchers) <= 1e6 * (time.perf_counter() - began)
-        assert grammars._timing
+        assert grammars.writer._timing
 
 
 @pytest.mark.parametrize("count", [900, 1200])
 def test_a_schema_of_30_kb_with_as_many_optional_properties_is_held_to(
     scribe: Scribe, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TOKEN_MS_MAX", 100.0)  # slow processors take longer than that allows
+    monkeypatch.setattr(lark_grammar, "TOKEN_MS_MAX", 100.0)  # slow processors take longer than that allows
     schema = {"type": "object", "properties": {f"n{number}": {"type": "null"} for number in range(count)}}
     compilation = compiled(scribe.grammars, json.dumps(schema))
     texts = scribe.write([compilation.new_matcher(STOPS) for _ in range(2)], seed=1)
@@ -317,7 +317,7 @@ def test_a_grammar_is_kept_for_its_account_alone(grammars: StructuredOutputManag
 def test_what_was_not_used_for_longest_is_forgotten_of_the_account_that_has_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module.LarkCompilation, "bytes", 10)
+    monkeypatch.setattr(LarkCompilation, "bytes", 10)
     monkeypatch.setattr(module, "CACHED_BYTES_MAX", 10 * (CACHED_PER_ACCOUNT_MAX + 2))
     with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
 
@@ -354,7 +354,7 @@ def test_grammars_that_learned_more_than_all_may_take_go_but_never_what_is_asked
 
 
 def test_who_keeps_little_loses_nothing_to_one_who_keeps_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.LarkCompilation, "bytes", 10)
+    monkeypatch.setattr(LarkCompilation, "bytes", 10)
     monkeypatch.setattr(module, "CACHED_BYTES_MAX", 100)
     with closing(StructuredOutputManager(Path("/nowhere"), 1)) as grammars:
         for account, count in ((b"little", 2), (b"some", 4), (b"much", 9)):
@@ -404,17 +404,22 @@ def test_accounts_take_turns_and_none_may_have_many_pending(grammars: Structured
         grammars._pending.clear()
 
 
-def test_matchers_of_one_grammar_take_its_parsers_in_turn_which_learn_apart(
+def test_texts_of_one_grammar_at_once_have_its_parsers_in_turn_which_learn_apart(
     grammars: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PARSERS_S", 60.0)
+    monkeypatch.setattr(lark_grammar, "PARSERS_S", 60.0)
     compilation = compiled(grammars, r"x(a|b|ab){10,900}y(aa|bb){3,70}", GrammarKind.REGEX)
     matchers = [compilation.new_matcher(STOPS) for _ in range(2 * PARSERS_MAX)]
     token = next(iter(allowed(grammars, matchers[0])))
     assert matchers[0].accept(token) == ""
     for matcher in matchers:
         assert allowed(grammars, matcher), "a mask of another text changes none of this one"
-    assert len({id(parser) for parser in compilation._parsers}) == PARSERS_MAX
+    assert [len(copies) for _, copies in compilation._parsers] == [2] * PARSERS_MAX
+    del matcher, matchers
+    gc.collect()
+    for _ in range(3):
+        assert allowed(grammars, compilation.new_matcher(STOPS))
+        assert not any(copies for _, copies in compilation._parsers[1:]), "one text alone has what learned most"
 
 
 def test_a_trial_that_ends_is_replaced_and_costs_no_grammar() -> None:
@@ -445,7 +450,7 @@ def test_a_grammar_that_ends_every_trial_is_refused_and_no_other(monkeypatch: py
 @pytest.mark.parametrize("error", [OSError("no process left"), KeyError("a bug")])
 def test_what_nobody_foresaw_ends_no_compiler(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Else the account's grammars wait for it for ever, and once it struck each compiler everybody's do."""
-    place = (module, "GrammarSandbox") if isinstance(error, OSError) else (module.LarkCompilation, "compile")
+    place = (module, "GrammarSandbox") if isinstance(error, OSError) else (LarkCompilation, "compile")
 
     def broken(*_: object) -> None:
         raise error

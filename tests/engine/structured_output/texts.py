@@ -20,8 +20,9 @@ from engine.sequences.sequence import GrammarCompilation, GrammarMatcher
 from engine.sequences.validation import SubmitRejected
 from engine.step.layout import Int32s, SequenceSlice, pack_step, unpack_step
 from engine.step.sampling import sample_batch
+from engine.structured_output.lark_grammar import LarkCompilation
 from engine.structured_output.llguidance_backend import open_tokenizer
-from engine.structured_output.manager import LarkCompilation, StructuredOutputManager
+from engine.structured_output.manager import StructuredOutputManager
 
 EMBER = Path(__file__).parents[3] / "engine" / "builtin_model"
 ACCOUNT = b"a" * 16

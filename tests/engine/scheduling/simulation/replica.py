@@ -299,13 +299,13 @@ class Simulation:
         waiting = self.scheduler.intake.waiting
         return bool(waiting._compiling or waiting.fetching)
 
-    def _mask(self, flight: InflightStep, matchers: list[GrammarMatcher | None]) -> None:
+    def _mask(self, flight: InflightStep, matchers: list[GrammarMatcher | None]) -> Callable[[], None]:
         masks_MW = masks_of(matchers)
         self.masking(sum(matcher.mask_us for matcher in matchers if matcher is not None))
-        self.sample(flight, masks_MW)
+        return lambda: self.sample(flight, masks_MW)
 
     def sample(self, flight: InflightStep, masks_MW: Int32s) -> None:
-        """Masks come when nothing else is in the air, and may find too little memory too."""
+        """Masks come when nothing else is in the air, be more planned or not, and may find too little memory too."""
         assert isinstance(flight, SimulatedFlight)
         plan, fault = self.scheduler.running.inflight[0], self.misfortune()
         if isinstance(flight.outcome, Exception):
@@ -315,7 +315,7 @@ class Simulation:
                 self._smallest.add(plan.sequences[0])
             raise fault.error
         try:
-            assert len(self.scheduler.running.inflight) == 1, "tokens before its own are not known yet"
+            assert len(self.loop._inflight) == 1, "tokens before its own are not known yet"
             assert len(masks_MW) == len(plan.masked_sequences)
             self.stamps.sample(flight.outcome, masks_MW)
         except Exception as error:
