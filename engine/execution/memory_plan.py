@@ -89,7 +89,8 @@ def kv_blocks(
 
     One context gets its blocks where free_bytes hold it, though there be less room. Raises DoesNotFit.
     """
-    held = [shape.span.held_blocks(tokens, shape.block_tokens) for shape in shapes]
+    public = _public_prefix_blocks(model)  # which stay for good, also in windows
+    held = [shape.span.held_blocks(tokens, shape.block_tokens) + public * (shape.span != FULL) for shape in shapes]
     context_bytes = _context_bytes(shapes, tokens)
     if model.kv_bytes is not None:
         _require_kv_bytes(model.kv_bytes, shapes, held, free_bytes)
@@ -115,7 +116,7 @@ def _require_kv_bytes(kv_bytes: int, shapes: Items[KVShape], held: Items[int], f
         shape.block_bytes * (1 if shape.span == FULL else count) for shape, count in zip(shapes, held, strict=True)
     )
     if kv_bytes < needed:
-        least = "one block" if len(shapes) == 1 else "one block and the windows of one sequence"
+        least = "one block" if len(shapes) == 1 else "one block and the windows of public prefixes and one sequence"
         raise DoesNotFit(f"kv_bytes {kv_bytes} is less than {least} needs, {needed}")
     if max(kv_bytes // shape.block_bytes * shape.block_bytes for shape in shapes) > free_bytes:
         raise DoesNotFit(f"kv_bytes {kv_bytes} is more than the {free_bytes} that are free: set less, or leave it out")

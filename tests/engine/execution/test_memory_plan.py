@@ -44,6 +44,18 @@ def test_blocks_smaller_than_what_a_gpu_reads_at_once_are_refused_where_tables_b
         require_sizes(small, [FULL, KeySpan(window=37)], "cuda")
 
 
+def test_a_window_has_room_for_a_sequence_beside_what_is_public() -> None:
+    """Its public blocks stay for good: a sequence that found too few beside them would wait for ever."""
+    window = replace(SHAPE, span=KeySpan(window=64))  # of which a sequence holds 6 blocks
+    public = msgspec.structs.replace(spec(), public_prefixes=[list(range(64))])  # 4 blocks
+    assert kv_blocks(public, [SHAPE, window], 160, 1, room_bytes=0, free_bytes=99 * BLOCK) == [10, 10]
+    few = msgspec.structs.replace(public, kv_bytes=10 * BLOCK)
+    with pytest.raises(DoesNotFit, match=f"windows of public prefixes and one sequence needs, {11 * BLOCK}"):
+        kv_blocks(few, [SHAPE, window], 160, 64, room_bytes=0, free_bytes=99 * BLOCK)
+    enough = msgspec.structs.replace(public, kv_bytes=11 * BLOCK)
+    assert kv_blocks(enough, [SHAPE, window], 160, 64, room_bytes=0, free_bytes=99 * BLOCK) == [11, 11]
+
+
 def test_the_pool_takes_the_room_there_is_and_no_more_than_all_sequences_need() -> None:
     assert kv_blocks(spec(), [SHAPE], 160, 64, room_bytes=99 * BLOCK + 5, free_bytes=200 * BLOCK) == [99]
     assert kv_blocks(spec(), [SHAPE], 160, 4, room_bytes=99 * BLOCK, free_bytes=200 * BLOCK) == [40]
