@@ -382,6 +382,10 @@ class AccountShare:
         self.roots[root] = None
         self.by_age.put(root)
 
+    def blocks(self) -> list[int]:
+        """The blocks of all its namespaces. Walks over everything in them."""
+        return [block for root in self.roots for node in _below(root) for block in node.blocks]
+
     def remove_root(self, root: NamespaceRoot) -> None:
         del self.roots[root]
         self.by_age.remove(root)

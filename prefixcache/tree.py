@@ -80,7 +80,7 @@ class PrefixTree:
         self._departed: list[DepartedBlocks] = []
         self._accounts = AccountShares(blocks)
         self._totals = self._accounts.totals
-        self._wiped = AccountShare(b"", self._totals)  # roots of old epochs: never matched, swept and not evicted
+        self.wiped = AccountShare(b"", self._totals)  # roots of old epochs: never matched, swept and not evicted
         self._scopes: dict[ScopeKey, ScopeState] = {}
         self._epochs: OrderedDict[ScopeKey, int] = OrderedDict()  # of scopes that have no blocks now
         self._roots: dict[Namespace, NamespaceRoot] = {}  # roots that can be found
@@ -226,7 +226,7 @@ class PrefixTree:
 
         Costs next to nothing where there are none.
         """
-        freed = self._evict_from(self._wiped, count, "epoch")
+        freed = self._evict_from(self.wiped, count, "epoch")
         while len(freed) < count and (root := self._expiring.peek()) is not None:
             used_s = root.oldest_used_s()
             if used_s is None or used_s > self._expired_s(root):
@@ -287,7 +287,7 @@ class PrefixTree:
 
     def rename(self, renamed: Mapping[int, int]) -> None:
         """Renames blocks whose contents moved; leases are renamed by `Lease.rename`. Walks over everything."""
-        for root in [*self._wiped.roots, *self._roots.values()]:
+        for root in [*self.wiped.roots, *self._roots.values()]:
             root.rename(renamed)
 
     def check(self) -> set[int]:
@@ -295,7 +295,7 @@ class PrefixTree:
         blocks: set[int] = set()
         shared = 0
         self._accounts.check()
-        for root in [*self._wiped.roots, *self._roots.values()]:
+        for root in [*self.wiped.roots, *self._roots.values()]:
             shared += root.check(blocks)
         roots = {root for scope in self._scopes.values() for root in scope.roots}
         assert roots == set(self._roots.values()), "a root is found and has no scope, or the other way round"
@@ -306,9 +306,9 @@ class PrefixTree:
             assert root.namespace == namespace
             assert root.account.roots.keys() >= {root}
             self._expiring.check(root)
-        assert all(root.account is self._wiped for root in self._wiped.roots)
-        assert self._wiped.cached == sum(root.cached for root in self._wiped.roots)
-        assert self._wiped.pinned == sum(root.pinned for root in self._wiped.roots)
+        assert all(root.account is self.wiped for root in self.wiped.roots)
+        assert self.wiped.cached == sum(root.cached for root in self.wiped.roots)
+        assert self.wiped.pinned == sum(root.pinned for root in self.wiped.roots)
         assert len(self._epochs) <= EPOCHS_MAX
         assert self._epochs.keys().isdisjoint(self._scopes)
         assert (len(blocks), shared) == (self._totals.cached, self._totals.shared)
@@ -337,8 +337,8 @@ class PrefixTree:
         scope = self._scopes.get(name)
         newest = self._epochs.get(name, 0) if scope is None else scope.epoch
         if namespace.epoch < newest:
-            root = NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch))
-            self._wiped.add_root(root)
+            root = NamespaceRoot(namespace, self.wiped, ScopeState(namespace.epoch))
+            self.wiped.add_root(root)
             return root
         if scope is not None and namespace.epoch > newest:
             for old in list(scope.roots):
@@ -368,7 +368,7 @@ class PrefixTree:
     def _wipe(self, root: NamespaceRoot) -> None:
         account = root.account
         self._forget_root(root)
-        self._wiped.add_root(root)
+        self.wiped.add_root(root)
         self._accounts.forget_if_empty(account)
         self._remove_if_empty(root)
 
@@ -387,13 +387,13 @@ class PrefixTree:
     def _remove_if_empty(self, root: NamespaceRoot) -> None:
         if root.cached or root.pins or root not in root.account.roots:
             return
-        if root.account is not self._wiped:
+        if root.account is not self.wiped:
             self._forget_root(root)
         root.account.remove_root(root)
         self._accounts.forget_if_empty(root.account)
 
     def _keep_cap(self, account: AccountShare) -> list[int]:
-        if account is self._wiped:
+        if account is self.wiped:
             return []
         freed = self._evict_from(account, account.above_cap, "cap")
         self._accounts.rank(account)

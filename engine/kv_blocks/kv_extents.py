@@ -43,6 +43,7 @@ class KVExtents:
         erase what is `secret` of the sources, and unmap the extents.
         """
         kv, pool = self._kv, self._kv.pools[group]
+        kv.lost.forget()
         kv.retry_short()
         extents = pool.cheapest_extents(count)
         while extents and pool.blocks_in(extents) > kv.available(group) - len(kv.holders):
@@ -54,27 +55,35 @@ class KVExtents:
 
     def next_trade(self) -> ExtentTrade | None:
         """The trade that is worth most now, if one is. To be carried out with nothing in flight, by `shrink` and
-        `grow`. Costs nothing while no group evicts or lacks blocks."""
+        `grow`. Costs nothing while no group evicts, and all have a block for each sequence that runs."""
         kv = self._kv
         if not kv.windowed or kv.pool.asleep:
             return None
-        lacking = {group: kv.available(group) <= len(kv.holders) for group in kv.take_pressed()}
+        pressed, next_blocks = kv.take_pressed(), len(kv.holders)  # nobody is preempted for one while a group has room
+        available = enumerate(kv.all_available())
+        lacking = {
+            at: now <= next_blocks or pressed[at] > 1 for at, now in available if pressed[at] or now < next_blocks
+        }
         for taker in sorted(lacking, key=lacking.__getitem__, reverse=True):  # a group that only evicts waits
-            if (trade := self._trade_for(taker, lacking[taker])) is not None:
+            if (trade := self._trade_for(taker, max(1, pressed[taker] - 1), lacking[taker])) is not None:
                 return trade
         return None
 
-    def _trade_for(self, taker: int, lacking: bool) -> ExtentTrade | None:
-        """The trade for a group that lacks blocks, or had to evict."""
-        kv = self._kv
-        if not self._layouts[taker].block_bytes or not kv.pools[taker].extents_to_grow(1):
+    def _trade_for(self, taker: int, blocks: int, lacking: bool) -> ExtentTrade | None:
+        """The trade for a group that lacks so many blocks, or had to evict."""
+        kv, layout = self._kv, self._layouts[taker]
+        if not layout.block_bytes or not (
+            wanted := kv.pools[taker].extents_to_grow(-(-blocks // layout.extent_blocks))
+        ):
             return None
-        for giver, layout in enumerate(self._layouts):
-            if giver != taker and layout.block_bytes:
-                count = -(-self._layouts[taker].extent_bytes // layout.extent_bytes)
-                extents = kv.pools[giver].cheapest_extents(count)
+        for giver, other in enumerate(self._layouts):
+            if giver != taker and other.block_bytes:
+                unit = -(-layout.extent_bytes // other.extent_bytes)  # of the giver's extents, for one of the taker's
+                extents = kv.pools[giver].cheapest_extents(-(-len(wanted) * layout.extent_bytes // other.extent_bytes))
                 spare = kv.available(giver) if lacking or self._older(giver, taker) else kv.pools[giver].free_blocks
-                if len(extents) == count and kv.pools[giver].blocks_in(extents) <= spare - len(kv.holders):
+                while extents and kv.pools[giver].blocks_in(extents) > spare - len(kv.holders):
+                    extents.pop()
+                if count := len(extents) // unit * unit:
                     return ExtentTrade(giver, taker, count)
         return None
 

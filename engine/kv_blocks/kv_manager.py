@@ -8,15 +8,15 @@ blocks, as extents come and go, all that names them is renamed here, at once, wh
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import Final
 
 from engine.kv_blocks.block_pool import BlockPool, blocks_of
+from engine.kv_blocks.lost_blocks import LostBlocks
 from engine.kv_blocks.prefix_match import PrefixMatch, StagedLoads
 from engine.kv_blocks.public_prefixes import PublicPrefixes, common_prefix_length
 from engine.kv_blocks.published_prefixes import PublishedPrefixes
-from engine.kv_blocks.windowed_group import WindowedGroup
+from engine.kv_blocks.windowed_group import WindowedGroup, usable_behind
 from engine.protocol.types import RejectReason
 from engine.sequences.sequence import Sequence, SequenceState
 from engine.sequences.validation import SubmitRejected
@@ -25,8 +25,6 @@ from engine.tiers.host_blocks import HostBlocks
 from prefixcache.namespace import Namespace
 from prefixcache.tier import TierEntry
 from prefixcache.tree import Lease, PrefixTree
-
-SWEEP_MAX: Final = 128  # blocks given back beside one step: erasing so many takes a fraction of it
 
 
 class KVManager:
@@ -37,6 +35,7 @@ class KVManager:
     pools     of all groups, the tree's first.
     spans     what the layers of each see; nothing has blocks of the tree where no layer sees everything.
     holders   the sequences that have blocks, in the order in which they got them.
+    lost      what of the cached blocks is found no more.
     published  which of the tree's prefixes are told to those who choose replicas.
     host      where blocks are that the tree evicted, None: they are lost. The tree has names for them then.
     staged    how blocks come that another replica computed.
@@ -48,11 +47,12 @@ class KVManager:
     ) -> None:  # fmt: skip
         assert host is None or not windowed, "what lies beside the tree's blocks would be lost"
         self.tree, self.pool, self.host, self.windowed = tree, pool, host, windowed
+        self.lost = LostBlocks(tree, pool, windowed)
         self.published = PublishedPrefixes(tree, pool, host)
         self.staged = StagedLoads()
         self.pools = [pool, *(group.pool for group in windowed)]
         self.spans = (FULL, *(group.span for group in windowed))
-        self.pressed = False  # blocks of the tree's were lacking, or evicted
+        self.pressed = 0  # see take_pressed
         self.traded_extents = 0
         self.block_tokens = tree.block_tokens
         self.holders: dict[Sequence, None] = {}
@@ -123,7 +123,7 @@ class KVManager:
         if sequence.namespace is not None:
             tokens = sequence.tokens[len(public) * self.block_tokens : -1]
             namespace = self.namespace_behind(public, sequence.namespace)
-            usable = self._usable_behind(public) if self.windowed else len
+            usable = usable_behind(public, self.windowed) if self.windowed else len
             sequence.lease = lease = self.tree.match(namespace, tokens, sequence.retention, usable)
             if self.host is not None:  # which learns of a newer epoch and of another time to live
                 in_host = self.host.find(self.tree, lease, namespace, sequence.retention, tokens)
@@ -137,8 +137,9 @@ class KVManager:
 
     def fits(self, sequence: Sequence, match: PrefixMatch, spare: int) -> bool:
         """Whether there are blocks for what was not found, and `spare` more of each group."""
-        if match.missing_blocks + spare > self.available_blocks:
-            self.pressed = True
+        lacking = match.missing_blocks + spare - self.available_blocks
+        if lacking > 0:
+            self.pressed = max(self.pressed, 1 + lacking)
             return False
         return all(group.fits(len(sequence.tokens), match.pages, spare) for group in self.windowed)
 
@@ -181,7 +182,7 @@ class KVManager:
             sequence.loading_blocks = self.staged.load(sequence, len(pages), blocks_of(missing))
         for group in self.windowed:
             group.begin(sequence)
-            group.cover(sequence, sequence.launched + 1, spare=0)
+        self.cover(sequence, sequence.launched + 1)
         if sequence.lease is not None and sequence.start_order < 0 and sequence.id == sequence.first_id:
             self.tree.count_read(sequence.lease)
         sequence.account_queue.add_blocks(sequence.held_pages())
@@ -205,7 +206,8 @@ class KVManager:
     def cover(self, sequence: Sequence, tokens: int, spare: int = 0) -> int:
         """Takes windowed blocks for a sequence's positions below `tokens`, as many as leave `spare` ones available.
         Returns how many of these tokens have blocks then."""
-        return min((group.cover(sequence, tokens, spare) for group in self.windowed), default=tokens)
+        forget = self.lost.forget
+        return min((group.cover(sequence, tokens, spare, forget) for group in self.windowed), default=tokens)
 
     def advance(self, sequence: Sequence) -> None:
         """Gives back the windowed blocks that no row of the sequence sees that has yet to land."""
@@ -220,6 +222,7 @@ class KVManager:
         size, shared, full = self.block_tokens, sequence.shared_blocks, sequence.computed // self.block_tokens
         assert sequence.lease is not None
         pages = sequence.pages[shared:full].tolist()
+        self._sweep_capped(sequence)
         sequence.lease, spare = self.tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], pages)
         if spare:
             self._remove_windowed(spare)
@@ -250,6 +253,7 @@ class KVManager:
             group.release(sequence)
         self.pool.free(sequence.private_pages())
         if sequence.lease is not None:
+            self._sweep_capped(sequence)
             self._free_of_tree(self.tree.release(sequence.lease))
         self.holders.pop(sequence, None)
         sequence.rewind()
@@ -298,15 +302,6 @@ class KVManager:
         self.public_prefixes.add(sequence.tokens[: sequence.prompt_tokens], lease.blocks)
         return True
 
-    def sweep(self) -> bool:
-        """Frees cached blocks that are found no more, to be erased. Returns whether there may be more of them."""
-        pages = self.tree.sweep(SWEEP_MAX)
-        for group in self.windowed:
-            group.remove(pages, secret=True)
-        self.pool.mark_secret(pages)
-        self.pool.free(pages)
-        return len(pages) == SWEEP_MAX
-
     def take_unerased(self, group: int = 0) -> list[int]:
         """Blocks of a group that have to be erased before anything is launched; they count as erased now."""
         blocks = self.pools[group].take_unerased()
@@ -325,7 +320,7 @@ class KVManager:
         """Frees blocks of a group until there are so many, at the cost of what is cached. Only after asking
         `available`."""
         if group:
-            self.windowed[group - 1].free_up(count)
+            self.windowed[group - 1].free_up(count, self.lost.forget)
         else:
             self._free_up(count)
 
@@ -334,12 +329,12 @@ class KVManager:
         return self.windowed[group - 1].cached.unused_s() if group else self.tree.unused_s()
 
     def take_pressed(self) -> list[int]:
-        """The groups that lacked blocks or had to evict since the last time."""
+        """For each group: 1 where it had to evict since the last time, and as many more as a prompt lacked."""
         pressed = [self.pressed, *(group.pressed for group in self.windowed)]
-        self.pressed = False
+        self.pressed = 0
         for group in self.windowed:
-            group.pressed = False
-        return [group for group, is_pressed in enumerate(pressed) if is_pressed]
+            group.pressed = 0
+        return pressed
 
     def retry_short(self) -> None:
         """Lets a sequence that found too few blocks try again."""
@@ -348,8 +343,7 @@ class KVManager:
     def forget_all_but(self, max_blocks: int) -> None:
         """Frees what is cached but public prefixes and, with them, up to so many blocks of each group that are wanted
         soonest, or, where there is a host, what it has no room for; nothing runs."""
-        while self.sweep():
-            pass
+        self.lost.forget()
         room = max(0, max_blocks - len(self.public_prefixes.pages)) if self.host is None else self.host.index.slots
         self._free_of_tree(self.tree.keep_hottest(room, self.pool.secret_pages()))
         if self.host is not None:
@@ -389,19 +383,10 @@ class KVManager:
         """The namespace of what follows these public pages: it was only ever read behind them."""
         return namespace._replace(behind=self.public_prefixes.pages[public[-1]]) if public else namespace
 
-    def _usable_behind(self, public: list[int]) -> Callable[[list[int]], int]:
-        """How many of the blocks that the tree has behind these public ones a sequence can begin with."""
-
-        def usable(blocks: list[int]) -> int:
-            pages, count = [*public, *blocks], -1
-            while count != len(pages):
-                count = len(pages)
-                for group in self.windowed:
-                    del pages[group.usable(pages) :]
-            assert count >= len(public), "what is public is not all there"
-            return count - len(public)
-
-        return usable
+    def _sweep_capped(self, sequence: Sequence) -> None:
+        """Has a cap take nothing off the tree whose time is over: that is to be erased."""
+        if sequence.retention.share.cap is not None:
+            self.lost.forget()
 
     def _free_of_tree(self, pages: list[int]) -> None:
         """Frees blocks that have left the tree, with what lies beside them."""
@@ -419,10 +404,10 @@ class KVManager:
 
     def _free_up(self, count: int) -> None:
         """Frees blocks until there are so many, at the cost of the tree. Only after asking `available_blocks`."""
-        while self.pool.free_blocks < count and self.sweep():
+        while self.pool.free_blocks < count and self.lost.sweep():
             pass
         if self.pool.free_blocks < count:
-            self.pressed = True
+            self.pressed = max(self.pressed, 1)
             self._free_of_tree(self._evict(count - self.pool.free_blocks))
 
     def _evict(self, count: int) -> list[int]:

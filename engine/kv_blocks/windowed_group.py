@@ -32,7 +32,7 @@ class WindowedGroup:
         assert span.tokens is not None, "layers that see everything"
         self.index = index
         self.span = span
-        self.pressed = False  # blocks were lacking, or evicted
+        self.pressed = 0  # as KVManager.take_pressed has it
         self.pool = pool
         self.cached = WindowBlocks(clock)
         self._block_tokens = block_tokens
@@ -58,9 +58,10 @@ class WindowedGroup:
         seen = tree_blocks[self.first_block(start * self._block_tokens) :]
         held = self.span.held_blocks(tokens, self._block_tokens)
         needed = min(-(-tokens // self._block_tokens) - start, held - len(seen))
-        fits = needed + spare <= self.available_blocks - self.cached.count_unused(seen)
-        self.pressed = self.pressed or not fits
-        return fits
+        lacking = needed + spare - self.available_blocks + self.cached.count_unused(seen)
+        if lacking > 0:
+            self.pressed = max(self.pressed, 1 + lacking)
+        return lacking <= 0
 
     def begin(self, sequence: Sequence) -> None:
         """Pins what a sequence sees of the blocks that it begins with."""
@@ -68,17 +69,17 @@ class WindowedGroup:
         pages = self.cached.pin(sequence.pages[first : sequence.shared_blocks].tolist())
         sequence.window_tables.append(WindowTable(first, np.array(pages, np.int64)))
         if sequence.terms.erase:
-            self.pool.mark_secret(pages)
+            self.pool.mark_secret(pages[max(0, sequence.public_blocks - first) :])
 
-    def cover(self, sequence: Sequence, tokens: int, spare: int) -> int:
+    def cover(self, sequence: Sequence, tokens: int, spare: int, forget_lost: Callable[[], None]) -> int:
         """Takes blocks for the sequence's positions below `tokens`, as many as leave `spare` ones available. Returns
-        how many tokens its blocks hold then, at most so many."""
+        how many tokens its blocks hold then, at most so many. `forget_lost` as for `free_up`."""
         table = sequence.window_tables[self.index]
         missing = -(-tokens // self._block_tokens) - table.end
         if missing > 0:
             count = max(0, min(missing, self.available_blocks - spare))
-            self.pressed = self.pressed or count < missing
-            self.free_up(count)
+            self.pressed = max(self.pressed, int(count < missing))
+            self.free_up(count, forget_lost)
             pages = np.array(self.pool.allocate(count, sequence.terms.erase), np.int64)
             table.pages = np.concatenate((table.pages, pages))
         return min(tokens, table.end * self._block_tokens)
@@ -135,11 +136,13 @@ class WindowedGroup:
         self._public += tree_blocks
         return True
 
-    def free_up(self, count: int) -> None:
-        """Frees blocks until there are so many, at the cost of the cached ones. Only after asking
-        `available_blocks`."""
+    def free_up(self, count: int, forget_lost: Callable[[], None]) -> None:
+        """Frees blocks until there are so many, at the cost of the cached ones. Only after asking `available_blocks`.
+        `forget_lost` frees what is found no more, and has the rest of it erased when it is evicted here."""
         if self.pool.free_blocks < count:
-            self.pressed = True
+            forget_lost()
+        if self.pool.free_blocks < count:
+            self.pressed = max(self.pressed, 1)
             self.pool.free(self.cached.evict(count - self.pool.free_blocks))
 
     def keep(self, max_blocks: int) -> None:
@@ -177,3 +180,18 @@ class WindowedGroup:
             assert table.end * self._block_tokens >= sequence.launched, "a row has no slot"
         cached = self.cached.check(tree_blocks, pins)
         self.pool.check([*cached, *chain.from_iterable(private)])
+
+
+def usable_behind(public: list[int], groups: Items[WindowedGroup]) -> Callable[[list[int]], int]:
+    """How many of the blocks that the tree has behind these public ones a sequence can begin with."""
+
+    def usable(blocks: list[int]) -> int:
+        pages, count = [*public, *blocks], -1
+        while count != len(pages):
+            count = len(pages)
+            for group in groups:
+                del pages[group.usable(pages) :]
+        assert count >= len(public), "what is public is not all there"
+        return count - len(public)
+
+    return usable

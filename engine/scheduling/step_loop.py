@@ -152,7 +152,7 @@ class StepLoop:
         called between turns, and where there is nothing to turn for, again and again while it returns True."""
         self.zero_freed()
         swept = self._host is not None and self._host.sweep(_HOST_SWEEP_MAX)
-        more = self._kv is not None and self._kv.sweep()
+        more = self._kv is not None and self._kv.lost.sweep()
         self.zero_freed()
         waits = self._turn_disk()
         return self._grow_tier() or more or swept or waits

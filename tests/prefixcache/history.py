@@ -104,7 +104,7 @@ class History:
         assert self.account.free_blocks == self.total
         assert not self.tree._roots
         assert not self.tree._scopes
-        assert not self.tree._wiped.roots
+        assert not self.tree.wiped.roots
         assert not self.tree._accounts.by_name
         return self
 

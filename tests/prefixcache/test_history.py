@@ -55,8 +55,8 @@ BREAKS = {
     ),
     "an epoch is forgotten with the scope's last block": ("self._epochs[name] = root.scope.epoch", "pass"),
     "what a late caller leaves is found": (
-        "root = NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch))",
-        "root = self._roots.setdefault(namespace, NamespaceRoot(namespace, self._wiped, ScopeState(namespace.epoch)))",
+        "root = NamespaceRoot(namespace, self.wiped, ScopeState(namespace.epoch))",
+        "root = self._roots.setdefault(namespace, NamespaceRoot(namespace, self.wiped, ScopeState(namespace.epoch)))",
     ),
     "a lookup does not pin": ("            root.pin(reached, now_s)\n", "            pass\n"),
     "a duplicate is not pinned": ("            root.pin(node, self._operation_s)\n", ""),
@@ -103,8 +103,8 @@ BREAKS = {
         "        freed = []\n        self._accounts.rank(root.account)\n        self._remove",
     ),
     "a cap is forgotten": ("account.cap = share.cap", "account.cap = account.cap"),
-    "wiped blocks are evicted": ("        if account is self._wiped:\n            return []\n", ""),
-    "wiped blocks are never swept": ('self._evict_from(self._wiped, count, "epoch")', "[]"),
+    "wiped blocks are evicted": ("        if account is self.wiped:\n            return []\n", ""),
+    "wiped blocks are never swept": ('self._evict_from(self.wiped, count, "epoch")', "[]"),
     "wiped blocks count for their account": ("before.cached -= root.cached", "pass"),
     "what is over is found": ("if not child.pins and child.used_s <= expired_s:", "if False:"),
     "what is over is gone while it is read": (

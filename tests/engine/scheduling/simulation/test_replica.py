@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kv_blocks import kv_manager
 from engine.scheduling import intake, running, scheduler, step_loop, token_budget, waiting
 from engine.sequences import validation
 from tests.engine.scheduling.simulation import replica as simulated
@@ -181,7 +182,7 @@ BREAKS = {
     ),
     "nothing is erased between turns": ("scheduling.step_loop", "sweep()\n        self.zero_freed()", "sweep()"),
     "erasing is done for some of the blocks": ("kv_blocks.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
-    "what is swept is lost": ("kv_blocks.kv_manager", "self.pool.free(pages)\n        return", "return"),
+    "what is swept is lost": ("kv_blocks.lost_blocks", "self._pool.free(pages)\n        return", "return"),
     "what lies behind a published prefix is found without it": (
         "kv_blocks.kv_manager",
         "behind=self.public_prefixes.pages[public[-1]]",
@@ -301,6 +302,8 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
         (simulated, "DiskBlocks"),
         (running, "DiskReads"),
         (simulated, "WindowedGroup"),
+        (kv_manager, "LostBlocks"),
+        (kv_manager, "usable_behind"),
         (step_loop, "KVExtents"),
         (scheduler, "PrefillAdmission"),
         (intake, "WaitingQueue"),
