@@ -100,6 +100,8 @@ def plan_step(
 def _place_images(sequences: list[Sequence], slices: list[SequenceSlice]) -> list[PlacedRows]:
     """Has slices name the rows of their images in a buffer, one behind the other. Returns which those are."""
     placed: list[PlacedRows] = []
+    if not any([sequence.images for sequence in sequences]):  # a list: a step of 256 has 0.05 ms for all that is rare
+        return placed
     row = 0
     for index, sequence in enumerate(sequences):
         spans = []
@@ -124,9 +126,8 @@ def _slice(sequence: Sequence, chunk: int, groups: int) -> SequenceSlice:
     else:
         history = (sequence.token_ids, sequence.prompt_tokens) if sequence.penalized else None
         computed = tokens[start:end] if start < len(tokens) else (awaited_token(sequence.sampled_row),)
-        item = SequenceSlice(
-            computed, start, tables, sequence.sampling_behind(end), history, sequence.matcher is not None
-        )
+        sampling = sequence.sampling if sequence.early_sampling is None else sequence.sampling_behind(end)
+        item = SequenceSlice(computed, start, tables, sampling, history, sequence.matcher is not None)
     return _with_windows(item, sequence, groups) if sequence.window_tables else item
 
 

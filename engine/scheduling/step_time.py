@@ -90,9 +90,9 @@ class StepTime:
         if not self._measured and (unit_us := self._unit_us):
             rows_us = tuple((count, self._fixed_us + count * self._row * unit_us) for count in (1, 1 << 16))
             self.costs = CostModel(rows_us, unit_us, unit_us, 0.0, _PROMPT_PAIR_KEYS * unit_us, 0.0, 0.0)
-            rows = sum(self._wanted(sequence) for sequence in sequences)
-        keys = sum(self._seen(sequence.launched) for sequence in sequences)
-        masks_us = sum(sequence.mask_us for sequence in sequences)
+            rows = sum([max(1, len(each.tokens) - each.launched) for each in sequences])  # as `_wanted` has it
+        keys = sum([self._seen(each.launched) for each in sequences])
+        masks_us = sum([each.matcher.mask_us for each in sequences if each.matcher is not None])
         step_us = self._fixed_us + self._unit_us * (self._row * rows + self._key * keys) + masks_us
         limit_us = self.limit_us
         if step_us <= limit_us and masks_us <= MASK_PART * limit_us and not self._debts_us:

@@ -107,7 +107,7 @@ class TokenBudget:
         Accounts with the lowest levels come first, so that nobody's first token waits for another's long prompts.
         """
         self.planned_us, self._bound_by_time = 0.0, False
-        prompts = [sequence for sequence in sequences if sequence.pending > 1]
+        prompts = [sequence for sequence in sequences if len(sequence.tokens) - sequence.launched > 1]
         if not prompts:
             return {}
         claims, decoding = _Claims(prompts), [sequence for sequence in sequences if sequence.decoding]

@@ -247,9 +247,8 @@ class Sequence:
 
     def sampling_behind(self, end: int) -> SamplingParams:
         """How the token behind the first `end` is sampled."""
-        if self.early_sampling is None or end - self.prompt_tokens >= self.sampling.min_tokens:
-            return self.sampling
-        return self.early_sampling
+        early = self.early_sampling
+        return self.sampling if early is None or end - self.prompt_tokens >= self.sampling.min_tokens else early
 
     def charge_prompt(self) -> int:
         """Charges its account for what was computed of its prompt, once: not again after a preemption. Returns how many
