@@ -363,6 +363,7 @@ BOUNDS: Final = {
     # that fit by windows; 50 for what cells may say of each other; 130 for jobs that are begun again where they fail,
     # and for faults that may end no part of a process unseen; 58 for what purges and time take of windows, and for
     # trades that come before anybody lacks a block
+    # and for faults that may end no part of a process unseen; 74 for how full host memory and disk are of KV
     "file": 450,
     "function": 60,
     "fan_out": 15,

@@ -74,6 +74,10 @@ class ExtentFiles:
     def places(self) -> int:
         return len(self._files) * self.extent_places
 
+    @property
+    def max_places(self) -> int:
+        return self.max_extents * self.extent_places
+
     def grow(self) -> None:
         """As in BlockFiles: an extent more, whose bytes the file system has set aside."""
         if not self._growing and not self.error and len(self._files) < self.max_extents:

@@ -80,6 +80,10 @@ class SlotTier:
         return len(self._pinned.pieces) * self.piece_slots
 
     @property
+    def max_slots(self) -> int:
+        return self.max_pieces * self.piece_slots
+
+    @property
     def held_bytes(self) -> int:
         """What of host memory is held now."""
         return self._pinned.bytes

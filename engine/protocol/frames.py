@@ -25,6 +25,7 @@ from engine.protocol.types import (
     SamplingParams,
     SchedulingTerms,
     Scope,
+    TierLoad,
 )
 
 PROTOCOL_VERSION: Final = 3
@@ -194,6 +195,8 @@ class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     blocks: int = 0
     ranks: list[RankLoad] = []
     prefill: PrefillLoad | None = None
+    host_tier: TierLoad | None = None
+    disk_tier: TierLoad | None = None
 
 
 class PollLoad(msgspec.Struct, frozen=True, array_like=True, tag="poll"):

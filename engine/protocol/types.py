@@ -46,6 +46,14 @@ class RankLoad(msgspec.Struct, frozen=True, array_like=True):
     device_bytes: int
 
 
+class TierLoad(msgspec.Struct, frozen=True, array_like=True):
+    """How full a tier below the pool is: bytes of KV that are found there, and that there is room for in all; no room:
+    it has ended."""
+
+    held_bytes: int
+    room_bytes: int
+
+
 class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):
     """What computing a prompt takes at a replica, as its last steps taught: for whoever chooses where that is done.
 

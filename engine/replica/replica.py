@@ -85,6 +85,7 @@ class Replica:
         self._images = served.images
         self._loop = served.loop
         self._sleep = served.sleep
+        self._tier = model.tier
         self._files = None if model.tier is None else model.tier.files
         self._handovers = served.handovers
         self._placing: set[int] = set()  # the connections that sent a SetPlacement
@@ -330,7 +331,12 @@ class Replica:
         load = self._scheduler.load(draining=self._drain_until is not None)
         counters = {**load.counters, **self._handovers.load_counters()}
         prefill = self._handovers.departures.prefill_load()
-        return msgspec.structs.replace(load, counters=counters, ranks=self._rank_loads(), prefill=prefill)
+        load = msgspec.structs.replace(load, counters=counters, ranks=self._rank_loads(), prefill=prefill)
+        kv = self._scheduler.kv
+        if kv is None or kv.host is None or self._tier is None:
+            return load
+        in_host, on_disk = kv.host.loads(self._tier)
+        return msgspec.structs.replace(load, host_tier=in_host, disk_tier=on_disk)
 
 
 def _open_tracer(spec: ReplicaSpec) -> "ReplicaTracer | None":

@@ -190,12 +190,16 @@ class BlockFiles(Protocol):
     written or erased in one place is so in the order of the calls.
 
     error   why there are no files any more: nothing is written or read from then on. Empty: there are.
+    places  how many there are now, and max_places at most.
     """
 
     error: str
 
     @property
     def places(self) -> int: ...
+
+    @property
+    def max_places(self) -> int: ...
 
     def grow(self) -> None:
         """Begins to add some places, unless there are all, or some are under way."""
@@ -220,12 +224,15 @@ class BlockTier(Protocol):
     """Host memory for blocks of the first of a model's memories, in slots. Each call begins behind the launches, and is
     done behind the calls, that came before; the model may sleep meanwhile, for all but loads and stores.
 
-    slots   how many there are now.
+    slots   how many there are now, and max_slots at most.
     files   where its blocks are beside, None: nowhere.
     """
 
     @property
     def slots(self) -> int: ...
+
+    @property
+    def max_slots(self) -> int: ...
 
     @property
     def files(self) -> BlockFiles | None: ...

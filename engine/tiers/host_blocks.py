@@ -14,6 +14,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from engine.protocol.types import TierLoad
 from engine.step.executor import BlockTier
 from engine.tiers.disk_blocks import DiskBlocks
 from prefixcache.names import NAME_BYTES, BlockNames, next_name
@@ -68,6 +69,16 @@ class HostBlocks(Generic[Reader]):
         if self.disk is not None:
             counts |= {f"disk_{name}": count for name, count in self.disk.counts().items()}
         return {**counts, "host_saved_ms": int(self._saved_us / 1e3), "disk_saved_ms": int(self._disk_saved_us / 1e3)}
+
+    def loads(self, tier: BlockTier) -> tuple[TierLoad, TierLoad | None]:
+        """How full host memory is, and the disk below it where there is one."""
+        in_host = self._load_of(self.index, tier.max_slots)
+        if self.disk is None or tier.files is None:
+            return in_host, None
+        return in_host, self._load_of(self.disk.index, tier.files.max_places) if self.disk.open else TierLoad(0, 0)
+
+    def _load_of(self, index: TierIndex, max_slots: int) -> TierLoad:
+        return TierLoad(index.cached * self._kv_bytes, max_slots * self._kv_bytes)
 
     def find(
         self, tree: PrefixTree, lease: Lease, namespace: Namespace, policy: RetentionPolicy, tokens: "array[int]"

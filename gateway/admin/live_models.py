@@ -2,14 +2,15 @@
 no prompts and no accounts."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from engine.protocol.types import Residency
+from engine.protocol.types import Residency, TierLoad
+from gateway.admin.machines import TierItem
 from gateway.admin.operation import (
     FOR_OPERATOR,
     OPERATOR,
@@ -29,7 +30,8 @@ _MOVES_AT_ONCE: Final = 500
 class LiveModelItem(msgspec.Struct, frozen=True):
     """A model's replicas by place, and their load together. `ready` serve, `moving` are on their way, `quarantined`
     died too often. `waiting` are queued in replicas, `waiting_here` are this gateway's calls that wait for a replica.
-    `ready_in_ms` until one could serve a call of now; null: nobody can tell. KV blocks are those that have memory."""
+    `ready_in_ms` until one could serve a call of now; null: nobody can tell. KV blocks are those that have memory; hits
+    and tiers are as a replica's load has them."""
 
     model: str
     replicas: int
@@ -50,6 +52,10 @@ class LiveModelItem(msgspec.Struct, frozen=True):
     free_blocks: int
     cached_blocks: int
     problems: list[str]
+    host_hit_ratio: float | None = None
+    disk_hit_ratio: float | None = None
+    host_tier: TierItem | None = None
+    disk_tier: TierItem | None = None
 
 
 class MovesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,7 +94,6 @@ def _model(name: str, replicas: Sequence[ReplicaView], waiting_here: int) -> Liv
     places = [replica.state.residency for replica in replicas]
     loads = [replica.load for replica in replicas if replica.load is not None]
     expected = [replica.expected_s for replica in replicas if replica.expected_s is not None]
-    ratios = [ratio for replica in replicas if (ratio := replica.recent_load.hit_ratio) is not None]
     return LiveModelItem(
         model=name,
         replicas=len(replicas),
@@ -104,12 +109,27 @@ def _model(name: str, replicas: Sequence[ReplicaView], waiting_here: int) -> Liv
         waiting_here=waiting_here,
         background=sum(load.background for load in loads),
         tokens_per_s=sum(replica.recent_load.tokens_per_s for replica in replicas),
-        hit_ratio=sum(ratios) / len(ratios) if ratios else None,
+        hit_ratio=_mean(replica.recent_load.hit_ratio for replica in replicas),
         blocks=sum(load.blocks for load in loads),
         free_blocks=sum(load.free_blocks for load in loads),
         cached_blocks=sum(load.cached_blocks for load in loads),
         problems=sorted({replica.problem for replica in replicas if replica.problem}),
+        host_hit_ratio=_mean(replica.recent_load.host_hit_ratio for replica in replicas),
+        disk_hit_ratio=_mean(replica.recent_load.disk_hit_ratio for replica in replicas),
+        host_tier=_sum(load.host_tier for load in loads),
+        disk_tier=_sum(load.disk_tier for load in loads),
     )
+
+
+def _mean(ratios: Iterable[float | None]) -> float | None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _sum(tiers: Iterable[TierLoad | None]) -> TierItem | None:
+    known = [tier for tier in tiers if tier is not None]
+    held_bytes, room_bytes = sum(tier.held_bytes for tier in known), sum(tier.room_bytes for tier in known)
+    return TierItem(held_bytes, room_bytes) if known else None
 
 
 async def moves(context: AdminContext, request: AdminRequest[MovesQuery, NoFields]) -> AdminResult[list[MoveItem]]:

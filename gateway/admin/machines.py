@@ -32,11 +32,19 @@ class RankItem(msgspec.Struct, frozen=True):
     device_bytes: int
 
 
+class TierItem(msgspec.Struct, frozen=True):
+    """KV below the pool, in host memory or on disk: what is found there, and the room that there is in all; no room: it
+    has ended."""
+
+    held_bytes: int
+    room_bytes: int
+
+
 class LoadItem(msgspec.Struct, frozen=True):
     """The load of a replica. `blocks` have memory now. `background` counts its queued requests, which the other counts
     leave out; a `draining` replica takes none. `hit_ratio` of the prompts' tokens that were looked up in the last
     seconds were cached, `host_hit_ratio` of them in host memory, `disk_hit_ratio` on disk before, null if none was
-    looked up; `tokens_per_s` were computed, of prompts and answers."""
+    looked up; `tokens_per_s` were computed, of prompts and answers. A tier that it has not is null."""
 
     running: int
     waiting: int
@@ -53,6 +61,8 @@ class LoadItem(msgspec.Struct, frozen=True):
     host_hit_ratio: float | None = None
     disk_hit_ratio: float | None = None
     ranks: list[RankItem] = []
+    host_tier: TierItem | None = None
+    disk_tier: TierItem | None = None
 
 
 class MachineReplicaItem(msgspec.Struct, frozen=True):
@@ -190,7 +200,7 @@ def load_of(view: ReplicaView) -> LoadItem | None:
     ranks = [
         RankItem(rank, _device_of(view, rank), **structs.asdict(load)) for rank, load in enumerate(view.load.ranks)
     ]
-    return msgspec.convert({**structs.asdict(view.load), **recent, "ranks": ranks}, LoadItem)
+    return msgspec.convert({**structs.asdict(view.load), **recent, "ranks": ranks}, LoadItem, from_attributes=True)
 
 
 def _device_of(view: ReplicaView, rank: int) -> int | None:

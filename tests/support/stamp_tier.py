@@ -62,14 +62,14 @@ class StampTier:
         self.slots = min(slots, 4)
         self.files: StampFiles | None = None
         self.zeroed = 0
-        self._max_slots = slots
+        self.max_slots = slots
         self._stamps = stamps
         self._looks = looks
         self._kept: dict[int, list[NDArray[Any]]] = {}
         self._loads: list[StampLoad] = []
 
     def grow(self) -> bool:
-        before, self.slots = self.slots, self._max_slots
+        before, self.slots = self.slots, self.max_slots
         return before < self.slots
 
     def store(self, blocks: Items[int], slots: Items[int]) -> None:
@@ -127,13 +127,13 @@ class StampFiles:
         self.places = 0
         self.written: dict[int, tuple[bytes, list[NDArray[Any]]]] = {}
         self._tier = tier
-        self._max_places = places
+        self.max_places = places
         self._looks = looks
         self._fault = fault
         self._under_way: list[tuple[FileCopy, bool, list[NDArray[Any]], int]] = []
 
     def grow(self) -> None:
-        self.places = min(self._max_places, self.places + 8)
+        self.places = min(self.max_places, self.places + 8)
 
     def write(self, copy: FileCopy) -> None:
         assert copy.place < self.places

@@ -301,12 +301,14 @@ class StubReplica:
         counters: dict[str, int] | None = None,
         blocks: int = 0,
         ranks: Sequence[frames.RankLoad] = (),
+        tiers: tuple[frames.TierLoad | None, frames.TierLoad | None] = (None, None),
     ) -> None:
-        """Tells every gateway how full it is."""
+        """Tells every gateway how full it is; `tiers` are those of host memory and of disk."""
         for connection in list(self.connections):
             running = connection.running
             load = frames.ReplicaLoad(
-                running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks, blocks=blocks, ranks=[*ranks]
+                *(running, waiting, 0, 100, 0, 0, draining, counters or {}, shared_blocks),
+                **{"blocks": blocks, "ranks": [*ranks], "host_tier": tiers[0], "disk_tier": tiers[1]},
             )
             connection.send(load)
 

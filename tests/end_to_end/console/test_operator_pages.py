@@ -2,11 +2,14 @@
 
 import contextlib
 import csv
+import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from engine.protocol.types import TierLoad
 from tests.end_to_end.console.conftest import FAULTS
 from tests.end_to_end.console.operated import ACCOUNTS, Operated, operated
 from tests.support.browser import DESKTOP, ENTER, ESCAPE, PHONE, Browser, require_axe
@@ -247,6 +250,31 @@ def test_machines_and_models_are_shown_as_they_are_now(browser: Browser, gateway
     gateway.loop.call_soon_threadsafe(lambda: gateway.house.gateway.fleet.replicas[0].load(waiting=37, blocks=640))
     browser.find("tbody td", "38")
     browser.find(".plot-line")
+
+
+def test_kv_is_shown_by_tier_with_what_was_found_in_each(browser: Browser, gateway: Operated) -> None:
+    replica = gateway.house.gateway.fleet.replicas[0]
+    in_host, on_disk = TierLoad(3 << 29, 2 << 30), TierLoad(5 << 30, 20 << 30)
+    steps = itertools.count(1)
+
+    def found(*words: str) -> bool:
+        """Whether all is on the page, where every prompt of the last seconds was found as often in each tier."""
+        parts = {"lookup_tokens": 1000, "hit_tokens": 500, "host_hit_tokens": 350, "disk_hit_tokens": 150}
+        step = next(steps)
+        counters = {name: count * step for name, count in ({"computed_tokens": 1000} | parts).items()}
+        say = partial(replica.load, blocks=640, counters=counters, tiers=(in_host, on_disk))
+        gateway.loop.call_soon_threadsafe(say)
+        return all(each in browser.body for each in words)
+
+    go(browser, "live")
+    wait_for(lambda: found("1.5 GiB of 2 GiB in host memory", "5 GiB of 20 GiB on disk"))
+    wait_for(lambda: found("85%", "20% from host memory", "15% from disk"))
+    meter = browser.find(f"[role=meter][aria-label='KV in host memory of {MODEL}']")
+    assert meter.get_attribute("aria-valuenow") == "75"
+    of_disk = f"[role=meter][aria-label='KV on disk of {MODEL}']"
+    assert len(browser.driver.find_elements("css selector", of_disk)) == 2, "of the model and of its replica"
+    gateway.loop.call_soon_threadsafe(partial(replica.load, blocks=640, tiers=(in_host, TierLoad(0, 0))))
+    browser.find("tbody td .bad-text", "no room on disk")
 
 
 def test_wakes_are_a_timeline_with_a_table_behind(browser: Browser, gateway: Operated) -> None:

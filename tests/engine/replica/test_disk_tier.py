@@ -13,12 +13,13 @@ from engine.execution.memory_plan import DoesNotFit
 from engine.execution.open import open_model
 from engine.kv_blocks.block_pool import blocks_of
 from engine.protocol.frames import Submit
-from engine.protocol.types import Residency, SamplingParams, SchedulingTerms
+from engine.protocol.types import Residency, SamplingParams, SchedulingTerms, TierLoad
 from engine.tiers import disk_blocks
 from tests.engine.replica.test_host_tier import CANARY, HOST_BYTES, OTHER, PROMPTS, TENANT, Turns, ember
 
 pytestmark = pytest.mark.usefixtures("inference")
 SWEEPS_MAX = 100_000
+BLOCK_BYTES = 16 * 8192  # of the built-in model: 16 tokens
 
 
 def opened(folder: Path) -> Turns:
@@ -79,8 +80,21 @@ def test_texts_are_the_same_where_their_prompts_come_back_from_disk(turns: Turns
     for id in range(2):
         assert turns.text(10 + id, PROMPTS[id]) == (texts[id], 144)
     assert turns.counted("disk_hit_tokens") == 2 * 144
-    assert turns.counted("disk_loaded_bytes") == turns.counted("disk_loaded_blocks") * 16 * 8192
+    assert turns.counted("disk_loaded_bytes") == turns.counted("disk_loaded_blocks") * BLOCK_BYTES
     assert turns.counted("disk_corrupt_blocks") == 0
+
+
+def test_how_full_the_tiers_are_is_what_is_found_there(turns: Turns) -> None:
+    tier: Any = turns.model.tier
+    room = HOST_BYTES, tier.files.max_places * BLOCK_BYTES
+    assert turns.host.loads(tier) == (TierLoad(0, room[0]), TierLoad(0, room[1]))
+    turns.text(0, PROMPTS[0])
+    leave_for_disk(turns)
+    held_bytes = turns.host.disk.index.cached * BLOCK_BYTES
+    assert held_bytes >= 9 * BLOCK_BYTES
+    assert turns.host.loads(tier) == (TierLoad(0, room[0]), TierLoad(held_bytes, room[1]))
+    turns.text(1, PROMPTS[0])
+    assert turns.host.loads(tier)[0] == TierLoad(9 * BLOCK_BYTES, room[0])
 
 
 def test_a_canary_is_in_host_memory_and_in_no_file_on_disk(turns: Turns) -> None:
@@ -126,6 +140,8 @@ def test_a_disk_that_fails_ends_the_tier_and_no_call(turns: Turns, monkeypatch: 
     monkeypatch.setattr("os.preadv", fail)
     assert turns.text(2, PROMPTS[0]) == (text, 0)
     assert turns.counted("disk_ended") == 1
+    assert turns.model.tier is not None
+    assert turns.host.loads(turns.model.tier)[1] == TierLoad(0, 0), "nothing is found there, and there is no room"
     assert turns.text(3, PROMPTS[0])[0] == text
 
 

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from engine.protocol.types import Residency
+from engine.protocol.types import Residency, TierLoad
 from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped
 from tests.support.stub_replica import MODEL
@@ -25,6 +25,25 @@ async def test_a_models_replicas_and_load_are_summed(tmp_path: Path) -> None:
         assert (told["model"], told["ready_in_ms"], told["waiting_here"]) == (MODEL, 0, 0)
         assert told["waiting"] >= 2
         assert "it died again" in told["problems"]
+        assert (told["host_tier"], told["disk_tier"], told["host_hit_ratio"]) == (None, None, None)
+
+
+@looped
+async def test_what_lies_below_the_pools_of_a_models_replicas_is_summed(tmp_path: Path) -> None:
+    async with served_admin(tmp_path, replicas=3) as house:
+        stub, fleet = house.gateway.fleet, house.gateway.app._serving.context.fleet
+        names = ("computed_tokens", "lookup_tokens", "hit_tokens", "host_hit_tokens", "disk_hit_tokens")
+        for counts in ((0, 0, 0, 0, 0), (500, 100, 60, 15, 5)):
+            for replica, disk in zip(stub.replicas[:2], (TierLoad(700, 900), None), strict=True):
+                counters = dict(zip(names, counts, strict=True))
+                replica.load(blocks=64, counters=counters, tiers=(TierLoad(100, 400), disk))
+            await until(lambda n=counts[0]: all(  # type: ignore[misc]
+                each.load and each.load.counters.get("computed_tokens") == n for each in fleet.replicas()[:2]
+            ))  # fmt: skip
+        (told,) = (await house.operate("GET", "/models")).json["result"]
+        assert told["host_tier"] == {"held_bytes": 200, "room_bytes": 800}
+        assert told["disk_tier"] == {"held_bytes": 700, "room_bytes": 900}
+        assert [told[f"{tier}hit_ratio"] for tier in ("", "host_", "disk_")] == [0.75, 0.15, 0.05]
 
 
 @looped

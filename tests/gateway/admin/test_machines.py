@@ -32,7 +32,8 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
         await until(lambda: (seen := fleet.replicas()[0].load) and seen.waiting == 2)
         later = {"computed_tokens": 500, "lookup_tokens": 100, "hit_tokens": 60, "host_hit_tokens": 15}
         later |= {"disk_hit_tokens": 5}
-        stub.replicas[0].load(waiting=2, blocks=64, counters=later)
+        tiers = frames.TierLoad(300, 400), frames.TierLoad(0, 0)
+        stub.replicas[0].load(waiting=2, blocks=64, counters=later, tiers=tiers)
         await until(lambda: fleet.replicas()[0].recent_load.hit_ratio == 0.75)
         (machine,) = (await house.operate("GET", "/machines")).json["result"]["machines"]
         first, second = machine.pop("replicas")
@@ -54,6 +55,8 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
             "host_hit_ratio": 0.15,
             "disk_hit_ratio": 0.05,
             "ranks": [],
+            "host_tier": {"held_bytes": 300, "room_bytes": 400},
+            "disk_tier": {"held_bytes": 0, "room_bytes": 0},
         }
         assert first == {
             **{"model": MODEL, "residency": "MEMORY", "toward": "DEVICE", "ready_ms": 250},

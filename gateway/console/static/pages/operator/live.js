@@ -79,7 +79,7 @@ function modelTable(models) {
       { title: 'Running', numeric: true, sort: (model) => model.running, cell: (model) => [number(model.running), also(model.background, 'of batches')] },
       { title: 'Queued', numeric: true, sort: (model) => model.waiting + model.waiting_here, cell: (model) => [number(model.waiting), also(model.waiting_here, 'wait for it to wake')] },
       { title: 'Tokens/s', numeric: true, sort: (model) => model.tokens_per_s, cell: (model) => compact(Math.round(model.tokens_per_s)) },
-      { title: 'Cache hits', numeric: true, sort: (model) => model.hit_ratio ?? -1, cell: (model) => (model.hit_ratio === null ? '–' : percent(model.hit_ratio)) },
+      { title: 'Cache hits', numeric: true, sort: (model) => model.hit_ratio ?? -1, cell: (model) => (model.hit_ratio === null ? '–' : [percent(model.hit_ratio), hitsBelow(model)]) },
       { title: 'KV in use', cell: (model) => kv(model, model.model) },
     ],
   });
@@ -98,7 +98,21 @@ function where(model) {
 function kv(load, name) {
   if (!load?.blocks) return '–';
   const used = load.blocks - load.free_blocks;
-  return [h('span', {}, `${percent(used / load.blocks)} of ${compact(load.blocks)} blocks`), meter({ value: used, most: load.blocks, label: `KV blocks in use of ${name}`, level: used > 0.97 * load.blocks ? 'warn' : 'good' })];
+  return [h('span', {}, `${percent(used / load.blocks)} of ${compact(load.blocks)} blocks`), meter({ value: used, most: load.blocks, label: `KV blocks in use of ${name}`, level: used > 0.97 * load.blocks ? 'warn' : 'good' }),
+    tier(load.host_tier, 'in host memory', name), tier(load.disk_tier, 'on disk', name)];
+}
+
+/** What lies below the pool; full is as it should be there. */
+function tier(load, where, name) {
+  if (!load) return null;
+  if (!load.room_bytes) return h('small', { class: 'under bad-text' }, `no room ${where}`);
+  return [h('small', { class: 'under' }, `${bytes(load.held_bytes)} of ${bytes(load.room_bytes)} ${where}`), meter({ value: load.held_bytes, most: load.room_bytes, label: `KV ${where} of ${name}`, level: 'good' })];
+}
+
+/** Of which hits the KV was not on the device; what came from disk came by way of host memory. */
+function hitsBelow({ host_hit_ratio: host, disk_hit_ratio: disk }) {
+  const parts = [[host - disk, 'from host memory'], [disk, 'from disk']].filter(([ratio]) => ratio > 0);
+  return parts.map(([ratio, words]) => h('small', { class: 'under' }, `${percent(ratio)} ${words}`));
 }
 
 const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'];
@@ -147,6 +161,7 @@ function replicaTable(caption) {
       { title: 'Model', header: true, cell: (replica) => [h('span', { class: 'mono' }, replica.model), replica.problem ? h('small', { class: 'under bad-text' }, replica.problem) : null] },
       { title: 'Weights', cell: (replica) => [place(replica), replica.device_bytes ? h('small', { class: 'under' }, `${bytes(replica.device_bytes)} on ${replica.device === null ? 'it' : (replica.devices || []).length > 1 ? `each of devices ${replica.devices.join(', ')}` : `device ${replica.device}`}`) : null] },
       of('Running', (load) => number(load.running)), of('Queued', (load) => number(load.waiting)), of('Tokens/s', (load) => compact(Math.round(load.tokens_per_s))),
+      of('Cache hits', (load) => (load.hit_ratio === null ? '–' : [percent(load.hit_ratio), hitsBelow(load)])),
       { title: 'KV in use', cell: (replica) => kv(replica.load, replica.model) },
     ],
   });
