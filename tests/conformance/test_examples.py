@@ -73,12 +73,9 @@ def test_every_client_and_subject_has_its_snippet() -> None:
     assert not [snippet for snippet in found if snippet.prints in (r"\w", "")], "an answer that nobody judges"
 
 
-def test_the_readmes_first_curl_runs_as_it_stands(hearth_target: Target) -> None:
-    page = (PAGE.parents[1] / "README.md").read_text()
-    (source,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "curl -sN" in block]
-    command = f'hearth() {{ {sys.executable} -m gateway.cli "$@"; }}\n' + source.replace(".venv/bin/hearth", "hearth")
-    done = subprocess.run(
-        ["bash", "-euc", command], cwd=hearth_target.hearth.folder, capture_output=True, text=True, timeout=120
-    )
-    pieces = re.findall(r'"response":"([^"]*)"', done.stdout)
-    assert "QUILL-4821" in "".join(pieces), done.stdout + done.stderr
+def test_the_readmes_python_runs_with_the_account_that_it_names(hearth_target: Target) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", (PAGE.parents[1] / "README.md").read_text(), re.DOTALL)
+    given = f"token, account_id = {hearth_target.token!r}, {hearth_target.account_id!r}\n"
+    here = source.replace("http://127.0.0.1:8787", hearth_target.base_url)
+    done = run(Snippet("README", "python", given + here, None), hearth_target)
+    assert done.stdout.count("I am Ember") == 2, done.stdout + done.stderr
