@@ -173,7 +173,8 @@ class ServeSupervisor:
                     self._print(f"{replica.model}: {replica.problem}")
             elif elapsed_s >= self._progress_at:
                 self._progress_at = elapsed_s + _PROGRESS_S
-                self._print(f"{replica.model}: {replica.problem}, {elapsed_s:.0f} s so far")
+                waited_s = elapsed_s - self._known_at[replica.model]
+                self._print(f"{replica.model}: {replica.problem}, {waited_s:.0f} s so far")
 
     def _report_changes(self, state: frames.MachineState | None, models: set[str], elapsed_s: float) -> None:
         """Notes since when models are there, those of the start from it on; prints which are gone, and why changed

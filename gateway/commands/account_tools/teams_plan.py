@@ -20,6 +20,7 @@ from gateway.commands.account_tools.teams_file import (
     InvalidTeams,
     expiry_of,
 )
+from gateway.commands.terminal.output import time_text
 from tenants import deletion
 from tenants.audit import SYSTEM
 from tenants.auth.accounts import ACCOUNT_ID, PLANS_MAX
@@ -318,7 +319,7 @@ def _difference(before: msgspec.Struct | None, after: msgspec.Struct, *without: 
         return "new"
     old, new = (_flat(msgspec.to_builtins(each)) for each in (before, after))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key.split(".")[0] not in without]
-    return ", ".join(f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in changed)
+    return ", ".join(f"{key} {_shown(key, old.get(key))} -> {_shown(key, new.get(key))}" for key in changed)
 
 
 def _flat(document: dict[str, Any], start: str = "") -> dict[str, Any]:
@@ -328,7 +329,9 @@ def _flat(document: dict[str, Any], start: str = "") -> dict[str, Any]:
     return flat
 
 
-def _shown(value: Any) -> str:
+def _shown(key: str, value: Any) -> str:
+    if key.endswith("_at") and value is not None:
+        return f"{time_text(value)} UTC"
     if isinstance(value, list | tuple):
         return ",".join(map(str, value)) or "none"
     return "none" if value is None else str(value)

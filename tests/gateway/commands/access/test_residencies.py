@@ -174,5 +174,8 @@ def test_serve_says_of_each_model_once_that_it_is_ready_or_on_standby(
         last = told(9.0, asleep, resting, broken, starting)
         assert "standby" not in last
         assert last == f"{EMBER}: loading 10 %, 9 s so far\n", "what is wrong with others was said"
+        late = replica(Residency.DISK, "@cf/a/late", toward=Residency.DEVICE, problem="loading")
+        told(600.0, late)
+        assert told(612.0, late) == "@cf/a/late: loading, 12 s so far\n", "a model that was added later"
     finally:
         supervisor._watcher.close()
