@@ -364,6 +364,8 @@ BOUNDS: Final = {
     # and for faults that may end no part of a process unseen; 58 for what purges and time take of windows, and for
     # trades that come before anybody lacks a block
     # and for faults that may end no part of a process unseen; 74 for how full host memory and disk are of KV
+    # and for faults that may end no part of a process unseen; 84 for how full host memory and disk are of KV, and names
+    # that hold no token
     "file": 450,
     "function": 60,
     "fan_out": 15,

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from tenants.auth.api_token import ID_LENGTH, TOKEN_ID, base62, cell_code, parse_token, token_text
+from tenants.auth.api_token import ID_LENGTH, TOKEN_ID, base62, cell_code, holds_token, parse_token, token_text
 from tenants.auth.caller import Caller
 from tenants.auth.copies import AccountCopies, OtherCells
 from tenants.auth.epoch_watch import EpochWatch
@@ -433,4 +433,6 @@ def checked_name(name: str) -> str:
     name = name.strip()
     if not name or len(name) > NAME_MAX or not name.isprintable():
         raise ValueError(f"a name is 1 to {NAME_MAX} printable characters, not {name!r}")
+    if holds_token(name):
+        raise ValueError("a name is shown and kept, and this one has a token in it; roll that where others saw it")
     return name

@@ -25,6 +25,10 @@ def parse_token(text: str) -> str:
     return match[1]
 
 
+def holds_token(text: str) -> bool:
+    return _TEXT.search(text) is not None
+
+
 def cell_code(cell: str) -> str:
     """What ids of tokens begin with that a cell mints, so that others know where to ask; "" where there is no cell."""
     if not cell:

@@ -333,6 +333,15 @@ async def test_a_name_is_printable_and_short(accounts: AccountService, name: str
         await accounts.create(name)
 
 
+async def test_a_token_in_place_of_a_name_is_refused_and_not_repeated(accounts: AccountService) -> None:
+    account = await accounts.create("ann")
+    _, text = await accounts.mint(account.id, "first")
+    for store in (accounts.create(f"my {text}"), accounts.mint(account.id, text)):
+        with pytest.raises(ValueError, match="has a token in it") as refused:
+            await store
+        assert text not in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "limits",
     [
