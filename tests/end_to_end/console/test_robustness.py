@@ -1,6 +1,8 @@
 """What a console must bear: hostile words, a gateway that goes away, keyboards, screen readers, phones, the dark."""
 
+import os
 import signal
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from tests.end_to_end.conftest import answers
 from tests.end_to_end.console.conftest import HOSTILE, Console
-from tests.support.browser import DESKTOP, END, ENTER, ESCAPE, PHONE, TAB, require_axe
+from tests.support.browser import DESKTOP, END, ENTER, ESCAPE, PHONE, SHOTS, SHOTS_FOLDER, TAB, require_axe
 from tests.support.waiting import wait_for
 
 PAGES = {
@@ -269,7 +271,11 @@ def test_a_theme_is_kept_and_the_system_is_followed_without_one(console: Console
     assert background() == light
 
 
-def test_screenshots_are_kept(console: Console, tmp_path: Path) -> None:
+def test_screenshots_are_kept(console: Console) -> None:
     console.browser.open(console.url)
     console.browser.find("h1")
-    assert console.browser.shot("kept").read_bytes().startswith(b"\x89PNG")
+    shot = console.browser.shot("sign-in")
+    assert shot.read_bytes().startswith(b"\x89PNG")
+    assert shot.parent == Path(os.environ.get(SHOTS, SHOTS_FOLDER)), "where CONTRIBUTING.md says"
+    ignored = subprocess.run(["git", "check-ignore", "--quiet", SHOTS_FOLDER], cwd=SHOTS_FOLDER.parent, check=False)
+    assert ignored.returncode in (0, 128), "0: ignored; 128: no checkout"
