@@ -366,6 +366,8 @@ BOUNDS: Final = {
     # and for faults that may end no part of a process unseen; 74 for how full host memory and disk are of KV
     # and for faults that may end no part of a process unseen; 84 for how full host memory and disk are of KV, and names
     # that hold no token
+    # and for faults that may end no part of a process unseen; 86 for how full host memory and disk are of KV, names
+    # that hold no token, and refusals that name the account
     "file": 450,
     "function": 60,
     "fan_out": 15,

@@ -73,6 +73,9 @@ def parse_entry(settings: dict[str, Any], where: object) -> ModelEntryConfig:
     try:
         return msgspec.convert(settings, ModelEntryConfig, strict=False)
     except msgspec.ValidationError as error:
+        if str(error).endswith("`$.name`"):
+            text = f"{settings['name']!r} is no name of a model; one is like @cf/acme/notes, acme/notes or notes"
+            raise SettingsError(f"{where}: {text}") from error
         raise SettingsError(f"{where}: {error}") from error
 
 

@@ -197,7 +197,7 @@ def test_a_file_that_somebody_broke_is_named(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["@cf/", "assistant"], "name"),
+        (["@cf/", "assistant"], "'@cf/' is no name of a model; one is like @cf/acme/notes"),
         ([NAME, "nowhere"], "there is no folder"),
         ([NAME, "assistant/config.json"], "there is no folder"),
         ([NAME, "assistant", "--replicas", "0"], "replicas"),
