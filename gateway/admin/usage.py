@@ -68,7 +68,7 @@ class AllUsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
 
 
 class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
-    """The grouping columns and the sums."""
+    """The grouping columns and the sums; `name` is what the account is called now."""
 
     day: date | UnsetType = UNSET
     account: str | UnsetType = UNSET
@@ -80,6 +80,7 @@ class UsageItem(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    name: str | UnsetType = UNSET
 
 
 async def of_account(
@@ -104,7 +105,9 @@ async def of_account(
 async def of_all(context: AdminContext, request: AdminRequest[AllUsageQuery, NoFields]) -> AdminResult[list[UsageItem]]:
     query, accounts = request.query, context.accounts
     first, last = span(context, query.from_, query.to)
-    sums, by = UsageSums(query.by), columns_used(query.by, model=query.model)
+    listed = await accounts.list() if query.account is None else [await accounts.find(query.account)]
+    sums = UsageSums(query.by, {account.id: account.name for account in listed})
+    by = columns_used(query.by, model=query.model)
 
     def add_all(usage: Mapping[str, Sequence[UsageRow]]) -> None:
         for account_id, rows in usage.items():
@@ -112,7 +115,6 @@ async def of_all(context: AdminContext, request: AdminRequest[AllUsageQuery, NoF
                 if query.model in (None, row.model):
                     sums.add(account_id, row)
 
-    listed = await accounts.list() if query.account is None else [await accounts.find(query.account)]
     for start in range(0, len(listed), USAGE_ACCOUNTS):
         ids = [account.id for account in listed[start : start + USAGE_ACCOUNTS]]
         await asyncio.to_thread(add_all, await context.store.quotas.usage(ids, first, last, by))
@@ -138,10 +140,11 @@ def span(context: AdminContext, first: date | None, last: date | None) -> tuple[
 
 
 class UsageSums:
-    """Usage added up by some columns, with commas between."""
+    """Usage added up by some columns, with commas between; `names` are of accounts, where these are among them."""
 
-    def __init__(self, by: str) -> None:
+    def __init__(self, by: str, names: Mapping[str, str] | None = None) -> None:
         self.by = list(dict.fromkeys(by.split(",")))
+        self._names = names or {}
         self._sums: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
     def add(self, account_id: str, row: UsageRow) -> None:
@@ -168,6 +171,8 @@ class UsageSums:
         fields["neurons"] /= MICRO
         if "day" in fields:
             fields["day"] = EPOCH + timedelta(fields["day"])
+        if "account" in fields:
+            fields["name"] = self._names[fields["account"]]
         return UsageItem(**fields)
 
 
@@ -180,7 +185,7 @@ def _answer(sums: UsageSums, query: RowsQuery) -> AdminResult[list[UsageItem]]:
 
 def usage_csv(items: Sequence[UsageItem], by: Sequence[str]) -> str:
     """Renders CSV with a line of names. A text that a spreadsheet would take for a formula gets an apostrophe."""
-    names = [*by, *_COUNTS]
+    names = [*by, *_COUNTS, *(["name"] if "account" in by else [])]
     text = io.StringIO()
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\r\n")
     writer.writerow(names)

@@ -544,3 +544,13 @@ def test_a_state_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, caps
     for words in (["accounts", "create", "acme"], ["serve"]):
         assert main([*words, "--state", str(tmp_path / "file" / "state")]) == 1
         assert "--state names another folder" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_problem_of_the_stores(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "accounts", "create", "acme")
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-u", "-m", "gateway.cli", "accounts", "list"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -136,6 +136,8 @@ def with_store_access(
 
     try:
         return asyncio.run(ask_store(config, asked, makes=makes)) or 0
+    except BrokenPipeError:  # the reader of our output left, which is no problem of the store's
+        raise
     except NotFound as error:
         return fail(str(error.args[0]))
     except NameInUse as error:

@@ -325,6 +325,7 @@ def test_usage_of_all_accounts_is_plotted_with_a_table_behind_and_saved(
     (saved,) = wait_for(lambda: list(downloads.glob("usage-of-all-*.csv")))
     rows = list(csv.DictReader(saved.read_text().splitlines()))
     assert sum(int(row["requests"]) for row in rows) >= 200 * 30
+    assert HOSTILE in {row["name"] for row in rows}
 
 
 def test_the_audit_log_is_narrowed_paged_and_checked(browser: Browser, gateway: Operated) -> None:

@@ -144,11 +144,14 @@ async def test_the_operator_sums_over_all_accounts(tmp_path: Path, store_url: st
         assert (row["day"], row["requests"]) == (str(today()), 5)
         rows = (await house.operate("GET", "/usage?by=account,model")).json["result"]
         assert {row["account"]: row["requests"] for row in rows} == {house.ann_id: 4, house.bob_id: 1}
+        assert {row["account"]: row["name"] for row in rows} == {house.ann_id: "test", house.bob_id: "bob"}
         (own,) = (await house.operate("GET", f"/usage?account={house.bob_id}")).json["result"]
         assert own["requests"] == 1
         assert (await house.operate("GET", f"/usage?account={'0' * 32}")).status == 404
         written = await house.operate("GET", "/usage?by=account&format=csv")
         assert written.content.decode().count("\r\n") == 3
+        assert f'"{house.bob_id}",1,' in written.content.decode()
+        assert written.content.decode().endswith(('"bob"\r\n', '"test"\r\n'))
 
 
 @looped
