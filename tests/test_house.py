@@ -369,6 +369,7 @@ BOUNDS: Final = {
     # and for faults that may end no part of a process unseen; 86 for how full host memory and disk are of KV, names
     # that hold no token, and refusals that name the account
     # and for faults that may end no part of a process unseen; 93 for how full host memory and disk are of KV, names
+    # and for faults that may end no part of a process unseen; 96 for how full host memory and disk are of KV, names
     # that hold no token, and refusals and usage that name the account
     "file": 450,
     "function": 60,

@@ -1,5 +1,6 @@
 """`hearth tokens`: an account's credentials."""
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
@@ -152,8 +153,10 @@ async def revoke(token: TokenId, /, *, json: Json = False, access: Access) -> No
 
 
 def _print_secret(token: ApiToken, secret: str, as_json: bool) -> None:
-    text = f"{secret}\n\nThe token is shown this once: keep it. Its id is {token.id}."
-    print_either(as_json, {**token_json(token), "token": secret}, lambda: print(text))
+    """On stdout the token is alone, so that a shell can take it."""
+    print_either(as_json, {**token_json(token), "token": secret}, lambda: print(secret, flush=True))
+    if not as_json:
+        print(f"\nThe token is shown this once: keep it. Its id is {token.id}.", file=sys.stderr)
 
 
 def _detail(token: ApiToken) -> dict[str, Any]:

@@ -267,6 +267,12 @@ def test_a_detail_too_long_for_the_log_is_kept_as_a_digest(shell: Shell) -> None
     assert (entry["action"], set(entry["detail"])) == ("token.create", {"os_user", "detail_sha256"})
 
 
+def test_a_shell_can_take_a_token_as_it_is_minted(shell: Shell) -> None:
+    id = shell.account("acme")
+    for words in (("mint", id), ("roll", shell.json("tokens", "mint", id)["token_id"])):
+        assert re.fullmatch(r"hearth_\w{11}_\w+\n", shell.out("tokens", *words))
+
+
 def test_plans_are_made_changed_and_removed(shell: Shell) -> None:
     treated = ("--weight", "4", "--sequences", "8", "--kv-blocks", "100", "--floor-blocks", "5", "--cap-blocks", "50")
     made = shell.json("plans", "set", "team", *treated, "--wait", "10s", "--requests-per-minute", "600")
