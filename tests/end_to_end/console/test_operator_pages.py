@@ -273,8 +273,14 @@ def test_kv_is_shown_by_tier_with_what_was_found_in_each(browser: Browser, gatew
     assert meter.get_attribute("aria-valuenow") == "75"
     of_disk = f"[role=meter][aria-label='KV on disk of {MODEL}']"
     assert len(browser.driver.find_elements("css selector", of_disk)) == 2, "of the model and of its replica"
+    browser.shot("operator-live-tiers")
+    assert browser.axe() == []
     gateway.loop.call_soon_threadsafe(partial(replica.load, blocks=640, tiers=(in_host, TierLoad(0, 0))))
     browser.find("tbody td .bad-text", "no room on disk")
+    browser.resize(PHONE)
+    wide, room = browser.driver.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert wide <= room
+    browser.shot("operator-live-tiers-phone")
 
 
 def test_wakes_are_a_timeline_with_a_table_behind(browser: Browser, gateway: Operated) -> None:
