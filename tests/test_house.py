@@ -370,6 +370,7 @@ BOUNDS: Final = {
     # that hold no token, and refusals that name the account
     # and for faults that may end no part of a process unseen; 93 for how full host memory and disk are of KV, names
     # and for faults that may end no part of a process unseen; 96 for how full host memory and disk are of KV, names
+    # and for faults that may end no part of a process unseen; 97 for how full host memory and disk are of KV, names
     # that hold no token, and refusals and usage that name the account
     "file": 450,
     "function": 60,

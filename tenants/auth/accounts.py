@@ -302,10 +302,11 @@ class AccountService:
 
     async def remove_plan(self, name: str) -> None:
         """Removes a plan; the default one gets its first content again. Raises NotFound, and Conflict while in use."""
-        users = [account.name for account in await self._store.accounts.list() if account.plan.name == name]
+        users = [account for account in await self._store.accounts.list() if account.plan.name == name]
         if users and name != DEFAULT_PLAN.name:
             others = f" and {len(users) - 1:,} more" if len(users) > 1 else ""
-            raise Conflict(f"accounts have the plan {name}: {users[0]}{others}; give them another first")
+            found = f"{users[0].name} ({users[0].id}){others}"
+            raise Conflict(f"accounts have the plan {name}: {found}; give them another first")
         if not await self._store.accounts.remove_plan(name):
             raise NotFound(f"no plan {name!r} to remove; `hearth plans list` shows them")
 

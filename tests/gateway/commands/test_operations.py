@@ -284,7 +284,7 @@ def test_plans_are_made_changed_and_removed(shell: Shell) -> None:
     assert "large: concurrent_requests" in shell.out("plans", "show", "team")
     id = shell.account("acme", "--plan", "team")
     assert [plan["name"] for plan in shell.json("plans", "list")] == ["default", "team"]
-    assert "have the plan team: acme; give them another first" in shell.refused("plans", "remove", "team")
+    assert f"have the plan team: acme ({id}); give them another first" in shell.refused("plans", "remove", "team")
     shell.account("beta", "--plan", "team")
     assert " and 1 more; give them another first" in shell.refused("plans", "remove", "team")
     shell.out("accounts", "plan", "beta", "default")
