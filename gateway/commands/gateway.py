@@ -6,7 +6,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from gateway.commands.access.join_options import NO_JOIN, JoinOptions
-from gateway.commands.terminal.options import Source, command_app
+from gateway.commands.terminal.options import PORTS, Source, command_app
 from gateway.commands.terminal.output import fail
 from gateway.config import SettingsFile
 from gateway.identity.host_identity import HostRole
@@ -33,7 +33,7 @@ app = command_app("gateway", "serve HTTP; replicas are on machines", _TEACHING)
 def gateway(
     *,
     host: Annotated[str | None, Parameter(help="address to listen on (default: 127.0.0.1)")] = None,
-    port: Annotated[int | None, Parameter(help="port to listen on (default: 8787)")] = None,
+    port: Annotated[int | None, Parameter(validator=PORTS, help="port to listen on (default: 8787)")] = None,
     join: JoinOptions = NO_JOIN,
     source: Source,
 ) -> int:

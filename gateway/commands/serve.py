@@ -20,7 +20,7 @@ from gateway.commands.access.child_process import RELAYED, ChildProcess, child_l
 from gateway.commands.access.first_account import first_call, first_credentials
 from gateway.commands.access.gateway_client import base_url, endpoint_answers, free_port
 from gateway.commands.access.residencies import MachineWatcher, at_rest
-from gateway.commands.terminal.options import Device, SettingsSource, Source, command_app
+from gateway.commands.terminal.options import PORTS, Device, SettingsSource, Source, command_app
 from gateway.commands.terminal.output import fail
 from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import open_certificate
@@ -54,7 +54,10 @@ app = command_app("serve", "start everything on this host", _TEACHING)
 def serve(
     *,
     host: Annotated[str | None, Parameter(help="address to listen on (default: 127.0.0.1)")] = None,
-    port: Annotated[int | None, Parameter(help="port to listen on (default: 8787; 0 takes a free one)")] = None,
+    port: Annotated[
+        int | None,
+        Parameter(validator=PORTS, help="port to listen on (default: 8787; 0 takes a free one)"),
+    ] = None,
     device: Device = None,
     source: Source,
 ) -> int:

@@ -526,6 +526,12 @@ def test_a_taken_port_and_a_second_serve_are_refused_in_words(tmp_path: Path) ->
         serving.close()
 
 
+@pytest.mark.parametrize("command", ["serve", "gateway"])
+def test_a_port_that_cannot_be_is_refused_as_an_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--port", "99999"]) == 2
+    assert 'Invalid value "99999" for --port. Must be <= 65535.' in capsys.readouterr().err
+
+
 def test_a_limit_is_shown_exactly(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "accounts", "create", "acme", "--neurons-per-day", "1234567")
     assert "1,234,567" in run(capsys, "accounts", "list")

@@ -7,7 +7,7 @@ from datetime import date
 from typing import Annotated, Any, Final, TypeVar
 
 from cyclopts import App, Group, Parameter
-from cyclopts.validators import MutuallyExclusive
+from cyclopts.validators import MutuallyExclusive, Number
 from msgspec import UNSET, UnsetType
 
 from gateway.config import Config, load_config, load_readable
@@ -82,6 +82,7 @@ def parsed_by(parse: Callable[[str], Any], metavar: str, *, optional: bool = Fal
 
 
 SOURCE: Final = Parameter(parse=False)
+PORTS: Final = Number(gte=0, lte=65535)
 Source = Annotated[SettingsSource, SOURCE]
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 AccountRef = Annotated[str, Parameter(help="its name, or its id")]
