@@ -372,6 +372,7 @@ BOUNDS: Final = {
     # and for faults that may end no part of a process unseen; 96 for how full host memory and disk are of KV, names
     # and for faults that may end no part of a process unseen; 97 for how full host memory and disk are of KV, names
     # that hold no token, and refusals and usage that name the account
+    # and for faults that may end no part of a process unseen; 31 for what each replica runs at once
     "file": 450,
     "function": 60,
     "fan_out": 15,

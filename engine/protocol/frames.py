@@ -82,7 +82,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     it takes in the KV of sequences that other replicas began; empty: nowhere. `raises_epochs`: it takes RaiseEpochs,
     `names_prefixes`: and RouteKey. `image_tokens` are what an image becomes in a prompt, 0 where it takes none.
     `region` is where its host is, by that host's certificate; empty: nowhere that has a name. `polled`: it takes
-    PollLoad.
+    PollLoad. It runs `max_sequences` at once, 0: it does not say; more of them wait there.
     """
 
     protocol: int
@@ -102,6 +102,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     names_prefixes: bool = False
     region: str = ""
     polled: bool = False
+    max_sequences: int = 0
 
     @property
     def resumes(self) -> bool:

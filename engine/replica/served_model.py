@@ -76,5 +76,6 @@ def open_served_model(
         names_prefixes=scheduler.kv is not None,
         region=spec.region,
         polled=True,
+        max_sequences=model.executor.limits.sequences,
     )
     return ServedModel(hello, validator, scheduler, loop, images, sleep, handovers, LoadReports())

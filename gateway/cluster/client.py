@@ -6,6 +6,7 @@ deque append and at most one wake-up.
 
 import asyncio
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
@@ -68,8 +69,11 @@ class ReplicaConnection(FrameProtocol):
         self._on_change = on_change
         self._on_waited = on_waited
         self._streams: dict[int, ReplicaStream] = {}
+        self._background: set[int] = set()  # of the streams' sequences
+        self._waiting: set[int] = set()  # of the others of them, those that are not known to have started
         self._next_id = 1
-        self.sequences = 0  # live ones that run or wait there, as far as known here: by the last load, and since
+        self.max_sequences = sys.maxsize  # it runs at once
+        self.sequences = 0  # live ones that run or wait there, or are on their way: of all gateways, as far as known
         self.background = 0  # the same for sequences in the background
 
     @property
@@ -101,13 +105,12 @@ class ReplicaConnection(FrameProtocol):
 
     def coming_s(self, now: float) -> tuple[float, ...]:
         """In how many seconds sequences are expected that go on here once others have computed their prompts."""
-        self._coming = [each for each in self._coming if not each[0].ended]
         return tuple(max(0.0, at - now) for stream, at in self._coming for _ in range(stream.leaves))
 
     @property
     def expected(self) -> int:
-        """Live sequences that run or wait there, and those that come to it once others have computed their prompts."""
-        return self.sequences + sum(stream.leaves for stream, _ in self._coming)
+        """Live sequences that run or wait there, and those that others are to hand over to it."""
+        return self.sequences + (sum(stream.leaves for stream, _ in self._coming) if self._coming else 0)
 
     @property
     def pending_tokens(self) -> int:
@@ -142,12 +145,13 @@ class ReplicaConnection(FrameProtocol):
             self.queued_tokens += tokens
             self.queued_keys += tokens * (tokens + 1) / 2
         if answers is not None:
-            self._ask_move(stream, answers, may_stay=True)
-            answers._coming.append((stream, arrives_s))
+            self._ask_move(stream, answers, arrives_s, may_stay=True)
         if order.terms.background:
-            self.background += order.n
+            self._background.update(stream.ids)
+            self.background += len(stream.ids)
         else:
-            self.sequences += order.n
+            self._waiting.update(stream.ids)
+            self.sequences += len(stream.ids)
         return stream
 
     def doubt(self) -> None:
@@ -181,25 +185,32 @@ class ReplicaConnection(FrameProtocol):
             return self.hello.handover
         return own.beside(self.hello.handover) if own is not None else ""
 
-    def hand_over(self, target: "ReplicaConnection", regions: tuple[str, ...] = ()) -> None:
-        """Has the replica move what it has begun with of the requests that have these regions to another one that takes
-        from it. What cannot be moved ends with ReplicaLeaving."""
-        for stream in self._staying(regions):
+    def hand_over(self, others: Iterable["ReplicaConnection"], regions: tuple[str, ...] = ()) -> None:
+        """Has the replica move what it has begun with of the requests that have these regions to others that take from
+        it: first to those with room, of these to its own host's, of these to the one with the least to do. What cannot
+        be moved ends with ReplicaLeaving."""
+        places = [(other.handover_from(self), other) for other in others if other is not self]
+        targets = [(parse_tls_address(place) is not None, other) for place, other in places if place]
+        for stream in self._staying(regions) if targets else ():
             if not stream.succeeding:
-                self._ask_move(stream, target)
+                room = [(target.expected >= target.max_sequences, far, target.expected) for far, target in targets]
+                self._ask_move(stream, targets[room.index(min(room))][1], self.received_s)
 
     def _staying(self, regions: tuple[str, ...]) -> list[ReplicaStream]:
         """What it has begun with of the requests that have these regions, and does not hand over."""
         streams = set(self._streams.values())
         return [each for each in streams if each.regions == regions and each.started and each.departure is None]
 
-    def _ask_move(self, stream: ReplicaStream, target: "ReplicaConnection", *, may_stay: bool = False) -> None:
+    def _ask_move(
+        self, stream: ReplicaStream, target: "ReplicaConnection", at_s: float, *, may_stay: bool = False
+    ) -> None:
         """Has what runs or waits of a request move once its prompt is computed."""
         assert target.hello is not None
         address = target.handover_from(self)
         pairs = [pair for pair in zip(stream.ids, stream.choices, strict=True) if pair[0] in self._streams]
         keys = {choice: secrets.token_bytes(KEY_BYTES) for _, choice in pairs}
         stream.departure = Departure(target, keys, may_stay=may_stay)
+        target._coming = [*(each for each in target._coming if each[0].leaves), (stream, at_s)]
         for id, choice in pairs:
             self.send(HandOver(id, address, target.hello.boot, keys[choice]))
 
@@ -230,10 +241,21 @@ class ReplicaConnection(FrameProtocol):
 
     def _drop(self, ids: Iterable[int]) -> int:
         """Forgets these sequences and cancels those that still run, whose number it returns."""
-        running = [id for id in ids if self._streams.pop(id, None)]
+        running = [id for id in ids if self._forget(id)]
         if running:
             self.send(frames.Cancel(running))
         return len(running)
+
+    def _forget(self, id: int) -> ReplicaStream | None:
+        """Forgets a sequence that has ended. Returns its stream."""
+        if (stream := self._streams.pop(id, None)) is not None:
+            if id in self._background:
+                self._background.remove(id)
+                self.background -= 1
+            else:
+                self._waiting.discard(id)
+                self.sequences -= 1
+        return stream
 
     def receive(self, frame: frames.Frame) -> None:
         if isinstance(frame, frames.StepOutputs):
@@ -246,7 +268,7 @@ class ReplicaConnection(FrameProtocol):
             stream = self._streams.get(frame.id)
             if stream is not None:
                 for id in stream.ids:
-                    self._streams.pop(id, None)
+                    self._forget(id)
                 if stream.departure is not None and frame.reason is RejectReason.BUSY:
                     self._note_failed(stream.departure)  # whoever answers may have room for its prompt too
                     stream.fail(ReplicaLeaving())
@@ -258,7 +280,7 @@ class ReplicaConnection(FrameProtocol):
         elif isinstance(frame, HandOverFailed):
             self._stay(frame.id)
         elif isinstance(frame, frames.Hello):
-            self.hello = frame
+            self.hello, self.max_sequences = frame, frame.max_sequences or sys.maxsize
             if frame.polled:
                 self.watch_peer(_QUIET_S)
                 self.poll()
@@ -270,14 +292,18 @@ class ReplicaConnection(FrameProtocol):
             self.send(frames.PollLoad())
 
     def _take_load(self, load: frames.ReplicaLoad) -> None:
-        """What was sent there meanwhile is in its load, or on its way. A load that was said before counts nothing."""
+        """What of ours has started runs in its load too; what has not waits in it, or is on its way. A load that was
+        said before counts nothing."""
         was_ready = self.ready
         if load is not self.load and self.hello is not None:
             self._counters.update(self.address, self.hello, load)
             self.recent_load.append(self.received_s, load)
         self.load, self.draining, self.load_s = load, load.draining, self.received_s
         self.queued_prompts, self.queued_tokens, self.queued_keys = 0, 0, 0.0
-        self.sequences, self.background = load.running + load.waiting, load.background
+        waiting, background = len(self._waiting), len(self._background)
+        started = len(self._streams) - waiting - background
+        self.sequences = max(started, load.running) + max(waiting, load.waiting)
+        self.background = max(background, load.background)
         if was_ready != self.ready:
             self._on_change()
 
@@ -302,6 +328,7 @@ class ReplicaConnection(FrameProtocol):
                 gained.setdefault(id, []).extend(tokens[start : start + count])
             start += count
         started = {item.id: item for item in frame.started}
+        self._waiting.difference_update(started)
         finished = {item.id: item for item in frame.finished}
         vectors = {item.id: item.values for item in frame.vectors}
         logprobs: dict[int, list[frames.TokenLogprobs]] = {}
@@ -312,7 +339,7 @@ class ReplicaConnection(FrameProtocol):
             if stream is None:
                 continue
             if id in finished:
-                del self._streams[id]
+                self._forget(id)
             choice, finish = stream.choices[id - stream.first_id], finished.get(id)
             has_moved = finish is not None and finish.reason is FinishReason.MOVED
             extras = started.get(id), None if has_moved else finish, logprobs.get(id, []), vectors.get(id)

@@ -21,7 +21,7 @@ from gateway.cluster import route
 from gateway.cluster.client import ReplicaClient, ReplicaConnection
 from gateway.cluster.connection import Connector, MachineConnection, connect
 from gateway.cluster.machine_links import MachineLinks
-from gateway.cluster.model_pool import ModelPool, StandingRings
+from gateway.cluster.model_pool import ModelPool
 from gateway.cluster.move_log import MoveLog
 from gateway.cluster.raised_epochs import RaisedEpochs
 from gateway.cluster.replica_counters import RecentLoad, ReplicaCounters
@@ -247,7 +247,7 @@ class ReplicaFleet:
         view = pool.within(regions)
         held = [] if began_as or shared is None else pool.holders(shared, tokens, regions)
         answering = [] if session else [each for each in held if pool.entries[each[0]][0] is Standing.SERVING]
-        chosen = route.pick(ring, load, scope, tokens, session, answering).connection
+        chosen = route.pick(ring, load, scope, tokens, session, answering, _capacity).connection
         assert chosen is not None, "who has no connection is in no ring"
         prefill = pool.prefill.site(view.prefillers, chosen, dict(held), tokens, movable) if movable else None
         asleep, waited_s = waited or not view.serving, time.monotonic() - began_s if waited else 0.0
@@ -369,20 +369,12 @@ class ReplicaFleet:
                 other.machine is not entry.machine and not other.hopeless and other.machine.may_serve(regions)
                 for other in pool.entries
             )
-            if beside and (target := self._kv_target(connection, pool.within(regions))) is not None:
-                connection.hand_over(target, regions)
             if beside:
+                others = [other.connection for other in pool.within(regions).serving if other.connection is not None]
+                connection.hand_over(others, regions)
                 connection.want_successors(regions)
             if beside or wakes or not (entry.present or entry.coming):
                 connection.release(regions, started=wakes)
-
-    def _kv_target(self, connection: ReplicaConnection, there: StandingRings) -> ReplicaConnection | None:
-        """The replica that can go on with calls of another one and with their KV: of its own host before others, and of
-        these the one with the least to do."""
-        known = [entry.connection for entry in there.serving if entry.connection is not None]
-        places = [(other.handover_from(connection), other) for other in known if other is not connection]
-        able = [(parse_tls_address(place) is not None, other.expected, other) for place, other in places if place]
-        return min(able, key=lambda each: each[:2], default=(False, 0, None))[2]
 
     def _on_report(self, address: str, connection: MachineConnection, report: frames.MachineState) -> None:
         """Replaces a machine's last report. Connections stay: they end by themselves when a replica does."""
@@ -447,3 +439,7 @@ def _load(entry: ReplicaEntry) -> int:
 
 def _background_load(entry: ReplicaEntry) -> int:
     return entry.connection.expected + entry.connection.background if entry.connection is not None else 0
+
+
+def _capacity(entry: ReplicaEntry) -> int:
+    return entry.connection.max_sequences if entry.connection is not None else 0

@@ -2,6 +2,7 @@
 model. It opens no connection."""
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Generic, TypeVar
@@ -63,21 +64,21 @@ class ReplicaRing(Generic[T]):
 
 def pick(
     ring: ReplicaRing[T], load: Callable[[T], int], scope: bytes, tokens: bytes, session: bytes = b"",
-    holders: Sequence[tuple[T, float]] = (),
+    holders: Sequence[tuple[T, float]] = (), capacity: Callable[[T], int] = lambda item: sys.maxsize,
 ) -> T:  # fmt: skip
     """The replica for a prompt of this scope; `tokens` is packed u32, `load` the number of a replica's running and
-    waiting sequences.
+    waiting sequences, `capacity` of those that it runs at once.
 
     A `session` named by the caller takes the place of the tokens, within its scope.
 
     Rendezvous hashing on (scope, first tokens) among the key's candidates sends equal system prompts of one tenant to
     one replica, and moves only the keys of a replica that goes. A replica whose load would pass BALANCE × the
     candidates' mean, and LIGHT_LOAD, is passed over for the next in the key's own order (consistent hashing with
-    bounded loads, Mirrokni et al. 2016). Deterministic. xxhash only spreads here: a collision costs time and nothing
-    else.
+    bounded loads, Mirrokni et al. 2016). So is one that is full, while another candidate is not. Deterministic. xxhash
+    only spreads here: a collision costs time and nothing else.
 
     `holders` have prefixes of the prompt, each with how many tokens it spares: one of them goes before the hash's
-    choice where it spares more than its load costs, LOAD_TOKENS a sequence, within the same bound of load.
+    choice where it spares more than its load costs, LOAD_TOKENS a sequence, within the same bounds of load.
     """
     assert len(ring), "the caller waits until there is one"
     key = xxhash.xxh3_64_intdigest(session or _key(tokens), seed=xxhash.xxh3_64_intdigest(scope))
@@ -88,10 +89,15 @@ def pick(
     bound = max(math.ceil(BALANCE * (sum(loads) + 1) / len(loads)), LIGHT_LOAD)
     digest = xxhash.xxh3_64_intdigest
     scores = [digest(name, key) if load < bound else -1 for name, load in zip(names, loads, strict=True)]
-    best = max(scores)
-    chosen = items[scores.index(best) if best >= 0 else loads.index(min(loads))]
+    while (best := max(scores)) >= 0 and loads[index := scores.index(best)] >= capacity(items[index]):
+        scores[index] = -1
+    if best < 0:
+        excess = [max(0, load + 1 - capacity(item)) for item, load in zip(items, loads, strict=True)]
+        index = min(range(len(items)), key=lambda index: (excess[index], loads[index]))
+    chosen = items[index]
     if holders:
-        spared = {item: tokens - LOAD_TOKENS * held for item, tokens in holders if (held := load(item)) < bound}
+        free = [(item, spares, held) for item, spares in holders if (held := load(item)) < min(bound, capacity(item))]
+        spared = {item: spares - LOAD_TOKENS * held for item, spares, held in free}
         spared.setdefault(chosen, -LOAD_TOKENS * load(chosen))
         chosen = max(spared, key=lambda item: (spared[item], item is chosen))
     return chosen

@@ -216,11 +216,6 @@ class ReplicaStream:
         return 0 if self.departure is None else self._open
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing more comes from there."""
-        return not self._open
-
-    @property
     def left(self) -> bool:
         """Whether the stream ended with ReplicaLeaving."""
         return isinstance(self._error, ReplicaLeaving)

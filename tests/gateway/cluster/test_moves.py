@@ -78,8 +78,8 @@ async def steps_until(stream: ReplicaStream, kind: type[Exception]) -> tuple[lis
 async def test_a_request_that_moves_gives_all_its_tokens_first_and_no_finish() -> None:
     (one, wire), (other, _) = connection(), connection("unix:/other", "unix:/other-kv", boot="4")
     stream = begun(one)
-    one.hand_over(other)
-    one.hand_over(other)
+    one.hand_over([other])
+    one.hand_over([other])
     (order,) = [frame for frame in wire.sent if isinstance(frame, HandOver)]
     assert (order.address, order.boot, len(order.key)) == ("unix:/other-kv", "4", 32)
     one.release(started=True)
@@ -95,7 +95,7 @@ async def test_a_request_that_moves_gives_all_its_tokens_first_and_no_finish() -
 async def test_of_several_choices_some_may_end_and_the_rest_move() -> None:
     (one, wire), (other, _) = connection(), connection("unix:/other")
     stream = begun(one, n=3)
-    one.hand_over(other)
+    one.hand_over([other])
     orders = [frame for frame in wire.sent if isinstance(frame, HandOver)]
     assert len({order.key for order in orders}) == 3
     one.receive(progress(orders[0].id, [1], FinishReason.MOVED))
@@ -110,7 +110,7 @@ async def test_of_several_choices_some_may_end_and_the_rest_move() -> None:
 async def test_what_cannot_be_moved_goes_on_elsewhere_by_its_tokens() -> None:
     (one, _), (other, _) = connection(), connection("unix:/other")
     stream = begun(one, n=2)
-    one.hand_over(other)
+    one.hand_over([other])
     one.receive(HandOverFailed(stream.first_id, "refused (full)"))
     await steps_until(stream, ReplicaLeaving)
     assert not one.regions
@@ -120,7 +120,7 @@ async def test_what_cannot_be_moved_goes_on_elsewhere_by_its_tokens() -> None:
 async def test_choices_that_moved_keep_their_kv_where_another_one_does_not() -> None:
     (one, wire), (other, _) = connection(), connection("unix:/other")
     stream = begun(one, n=2)
-    one.hand_over(other)
+    one.hand_over([other])
     one.receive(progress(stream.first_id, [], FinishReason.MOVED))
     one.receive(HandOverFailed(stream.first_id + 1, "silent"))
     _, moved = await steps_until(stream, ReplicaMoved)
@@ -132,7 +132,7 @@ async def test_choices_that_moved_keep_their_kv_where_another_one_does_not() -> 
 async def test_a_request_that_ends_before_it_moves_just_ends() -> None:
     (one, _), (other, _) = connection(), connection("unix:/other")
     stream = begun(one)
-    one.hand_over(other)
+    one.hand_over([other])
     one.receive(progress(stream.first_id, [3], FinishReason.LENGTH))
     steps = [step async for step in stream]
     assert steps[-1].finish is not None
@@ -188,10 +188,10 @@ async def test_a_request_of_one_choice_that_was_not_moved_goes_on_where_it_is() 
 async def test_a_request_of_one_choice_that_was_not_moved_is_answered_until_another_replica_goes_on_with_it() -> None:
     (one, _), (other, _) = connection(), connection("unix:/other")
     stream = begun(one)
-    one.hand_over(other)
+    one.hand_over([other])
     one.receive(HandOverFailed(stream.first_id, "full"))
     await steps_until(stream, SuccessorWanted)
-    one.hand_over(other)
+    one.hand_over([other])
     assert stream.departure is None, "it is not handed over a second time"
     one.receive(progress(stream.first_id, [8], FinishReason.LENGTH))
     assert [token async for step in stream for token in step.tokens] == [8]

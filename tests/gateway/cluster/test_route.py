@@ -99,6 +99,20 @@ def test_load_stays_within_its_bound_even_for_one_hot_key(seed: int) -> None:
             loads[running.pop(rng.randrange(len(running)))] -= 1
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_full_replica_gets_nothing_while_another_has_room(seed: int) -> None:
+    """Whatever the mean of loads allows, whichever is larger, and whoever has the prefix."""
+    rng = random.Random(seed)
+    for prompt in _prompts(500, seed):
+        capacities = [rng.choice((4, 16, 64)) for _ in range(5)]
+        loads = [rng.randrange(capacity + 3) for capacity in capacities]
+        held = [(index, 1e6) for index in rng.sample(range(5), rng.randrange(3))]
+        ring = ring_of(_replicas(*loads))
+        chosen = route.pick(ring, loads.__getitem__, b"t", prompt, holders=held, capacity=capacities.__getitem__)
+        excess = [max(0, load + 1 - capacity) for load, capacity in zip(loads, capacities, strict=True)]
+        assert excess[chosen] == min(excess), (loads, capacities)
+
+
 def test_a_hot_prompt_overflows_to_the_same_second_choice() -> None:
     prompt = _prompts(1)[0]
     first = pick(_replicas(0, 0, 0, 0), b"t", prompt)

@@ -178,7 +178,7 @@ async def test_both_end_with_the_call() -> None:
 async def test_what_is_handed_over_gets_no_heir() -> None:
     (one, _), (other, other_wire) = connection(), connection("unix:/other")
     stream = begun(one)
-    one.hand_over(other)
+    one.hand_over([other])
     one.doubt()
     one.want_successors()
     stream.prepare(heir_at(other))
