@@ -27,6 +27,7 @@ from gateway.joining.messages import (
 from gateway.joining.token_text import TokenText
 
 ANSWER_S: Final = 10.0
+JOIN_PORT: Final = 8790  # where a URL says none
 
 
 class NoGatewayAnswers(Exception):
@@ -132,10 +133,13 @@ async def ask_gateways(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`https://HOST:PORT` or `HOST:PORT` → its parts. Raises NoGatewayAnswers."""
-    host, _, port = address.removeprefix("https://").rstrip("/").rpartition(":")
-    if not host or not port.isdigit():
-        raise NoGatewayAnswers(f"{address!r} is no HOST:PORT where hosts join at a gateway")
+    """`HOST:PORT`, or `https://HOST` with a port or at JOIN_PORT → its parts. Raises NoGatewayAnswers."""
+    place = address.removeprefix("https://").removesuffix("/")
+    if place != address and ":" not in place.rpartition("]")[2]:
+        place += f":{JOIN_PORT}"
+    host, _, port = place.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise NoGatewayAnswers(f"{address!r} is no HOST:PORT or https://HOST where hosts join at a gateway")
     return host.strip("[]"), int(port)
 
 

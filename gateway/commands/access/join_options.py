@@ -12,7 +12,7 @@ class JoinOptions:
     """How a host becomes a member. All of it is left out once it is one."""
 
     join: Annotated[
-        str | None, Parameter(metavar="HOST:PORT", help="a gateway to join the cluster at, where this host has not")
+        str | None, Parameter(metavar="URL", help="where to join the cluster: a gateway's https://HOST or HOST:PORT")
     ] = None
     token: Annotated[str | None, Parameter(help="what `hearth cluster token` printed")] = None
     token_file: Annotated[str | None, Parameter(metavar="FILE", help="a file with the token")] = None

@@ -95,9 +95,10 @@ class TopView:
         if self._tenants is not None and self._tenants.accounts:
             yield Text()
             yield _tenants(self._tenants, options)
-        for _, replica, _ in rows:
+        for machine, replica, _ in rows:
             if replica.problem:  # whole, on as many lines as it takes: the reason ends it
-                yield Text(_plain(f"{replica.model}: {replica.problem}"), "red" if replica.quarantined else "yellow")
+                where = f"{replica.model} on {machine.name}" if len(self._machines) > 1 else replica.model
+                yield Text(_plain(f"{where}: {replica.problem}"), "red" if replica.quarantined else "yellow")
 
     def _machine(self, machine: MachineItem, width: int, ascii_only: bool) -> RenderableType:
         name = f"{machine.name} at {machine.address}" if machine.name else machine.address

@@ -1,11 +1,18 @@
 """What the operator sees of machines, their devices and where each model is."""
 
 import asyncio
+import io
 import os
 from pathlib import Path
 
+import msgspec
+import pytest
+from rich.console import Console
+
 from engine.protocol import frames
 from engine.protocol.types import Residency
+from gateway.admin.machines import MachinesItem
+from gateway.commands.terminal.top_view import MoveRates, TopView
 from tenants.records.grants import Grant, Permission
 from tests.support.admin_api import served_admin
 from tests.support.served_gateway import looped, served
@@ -66,6 +73,24 @@ async def test_where_each_model_is_and_what_it_holds_and_does(tmp_path: Path) ->
         }
         assert (second["residency"], second["ready_ms"], second["device"]) == ("DISK", -1, None)
         assert (second["problem"], second["quarantined"]) == ("it died again", True)
+
+
+@pytest.mark.parametrize("odd", ["revision", "digest"], ids=["weights", "tokenizer, template or layout"])
+@looped
+async def test_top_shows_which_replica_computes_with_something_else(odd: str, tmp_path: Path) -> None:
+    async with served_admin(tmp_path, replicas=3) as house:
+        stub, fleet = house.gateway.fleet, house.gateway.app._serving.context.fleet
+        for index, replica in enumerate(stub.replicas):
+            setattr(replica, odd, "other" if index == 1 else "as most")
+            replica.die()
+        await until(lambda: [view.differs for view in fleet.replicas()] == [False, True, False])
+        answer = await house.operate("GET", "/machines")
+    document = msgspec.convert(answer.json["result"], MachinesItem)
+    moves, written = MoveRates(), io.StringIO()
+    moves.take(0.0, document.machines)
+    Console(width=200, color_system=None, file=written).print(TopView(document, moves))
+    (line,) = [line for line in written.getvalue().splitlines() if "than those of most" in line]
+    assert line.startswith(f"{MODEL}: its weights, tokenizer, template or KV layout are others")
 
 
 @looped

@@ -18,7 +18,15 @@ from gateway.identity import tls_door
 from gateway.identity.authority import CERTIFICATE_S, SKEW_S, authority_digest, key_digest, signing_request
 from gateway.identity.files import HostFiles, write_identity
 from gateway.identity.host_identity import HostIdentity, HostRole, IdentityError
-from gateway.joining.client import Joined, JoinRefused, NoGatewayAnswers, ask_gateways, join_cluster
+from gateway.joining.client import (
+    JOIN_PORT,
+    Joined,
+    JoinRefused,
+    NoGatewayAnswers,
+    ask_gateways,
+    join_cluster,
+    split_address,
+)
 from gateway.joining.listener import JoinListener
 from gateway.joining.messages import JoinAnswer, NewsQuestion, RenewRequest
 from gateway.joining.service import JoinService
@@ -196,6 +204,33 @@ async def test_a_gateway_whose_clock_is_an_hour_off_admits_and_renews(gateway: J
     renewed, _ = await ask_gateways([gateway.address], credentials, RenewRequest(signing_request(key), ":8791"))
     ends = x509.load_pem_x509_certificate(renewed.certificate).not_valid_after_utc.timestamp()
     assert ends == pytest.approx(gateway.now + CERTIFICATE_S, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("gw:8790", ("gw", 8790)),
+        ("[::1]:9", ("::1", 9)),
+        ("https://gw", ("gw", JOIN_PORT)),
+        ("https://gw/", ("gw", JOIN_PORT)),
+        ("https://[::1]", ("::1", JOIN_PORT)),
+        ("https://[::1]:9/", ("::1", 9)),
+        ("https://10.0.0.1:8800", ("10.0.0.1", 8800)),
+    ],
+)
+async def test_where_a_host_joins_is_said_as_a_place_or_as_a_url(address: str, place: tuple[str, int]) -> None:
+    assert split_address(address) == place
+
+
+@pytest.mark.parametrize("address", ["gw", "http://gw:8790", "https://", "https://gw:1/join", "https://gw:port", ":1"])
+async def test_what_is_no_place_to_join_at_is_refused_by_name(address: str) -> None:
+    with pytest.raises(NoGatewayAnswers, match="where hosts join"):
+        split_address(address)
+
+
+async def test_a_host_joins_at_a_url(gateway: JoiningGateway) -> None:
+    gateway.address = f"https://{gateway.address}/"
+    assert uri((await gateway.join(await gateway.token(), "m7")).certificate).endswith("/machine/m7")
 
 
 async def test_a_host_s_name_has_no_path_in_it(gateway: JoiningGateway) -> None:

@@ -131,6 +131,12 @@ def test_sums_devices_and_host_memory_are_told() -> None:
     assert "host memory   ██████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░ 45.0 GiB of 180.0 GiB" in told
 
 
+def test_of_several_machines_it_is_said_on_which_one_a_replica_has_a_problem() -> None:
+    other = msgspec.structs.replace(MACHINE, name="loft", replicas=REPLICAS[:1])
+    assert "@cf/acme/bad on den: ended with status 1" in shown(100, MACHINE, other)
+    assert "@cf/acme/bad: ended with status 1" in shown(100, MACHINE)
+
+
 def test_a_model_with_two_replicas_waits_once_here() -> None:
     twice = msgspec.structs.replace(MACHINE, replicas=[replica("@cf/a/b", "MEMORY", waiting_here=3)] * 2)
     assert " 3 waiting," in shown(100, twice)
