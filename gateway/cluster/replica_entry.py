@@ -27,15 +27,16 @@ class Standing(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class MachineEntry:
-    """A machine that has reported. `connections` are the open ones of all machines, by address; it was `heard_s` last.
-    `silent`: it is to speak twice a second, and has not for a while. `region` is where it is by its last word and its
-    certificate; empty where they differ, or it is too old to say. `lost_s` is when it was lost, the last few
-    times; `unsteady`: too often of late."""
+    """A machine that has reported. `connections` are the open ones of all machines, by address; it was `heard_s` last,
+    so that it is not late before `fresh_s`. `silent`: it is to speak twice a second, and has not for a while. `region`
+    is where it is by its last word and its certificate; empty where they differ, or it is too old to say. `lost_s` is
+    when it was lost, the last few times; `unsteady`: too often of late."""
 
     address: str
     connections: Mapping[str, MachineConnection]
     report: frames.MachineState
     heard_s: float = 0.0
+    fresh_s: float = 0.0
     silent: bool = False
     region: str = ""
     lost_s: Sequence[float] = ()
