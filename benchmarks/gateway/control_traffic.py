@@ -304,11 +304,13 @@ async def main() -> None:
     for part in asked.part or ("floor", *worlds):
         if part == "floor":
             floor = await measure_floor(plain, asked.processes, asked.seconds)
-            record(NAME, f"hosts-control: {shape}, their heartbeats read and left", round(floor, 2), "% of a core")
+            record(
+                NAME, f"hosts-control-traffic: {shape}, their heartbeats read and left", round(floor, 2), "% of a core"
+            )
         else:
             words, world = worlds[part]
             share = await measure_fleet(world, asked.processes, asked.seconds)
-            record(NAME, f"hosts-control: {shape}, {words}", round(share, 2), "% of a core", bound=BOUND)
+            record(NAME, f"hosts-control-traffic: {shape}, {words}", round(share, 2), "% of a core", bound=BOUND)
 
 
 if __name__ == "__main__":
