@@ -1,4 +1,5 @@
-"""compose.yaml says what `hearth` runs. Its shape is checked against the part of the Compose Specification it uses."""
+"""compose.yaml and compose.hosts.yaml say what `hearth` runs. Their shape is checked against the part of the Compose
+Specification that they use; tests/end_to_end/test_many_hosts.py runs what the second one says."""
 
 import ipaddress
 import shutil
@@ -13,6 +14,7 @@ import yaml
 from engine.protocol.address import parse_address
 from gateway.cli import parse
 from gateway.config import load_config
+from gateway.joining.client import JOIN_PORT, split_address
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -85,9 +87,16 @@ _COMPOSE: dict[str, Any] = {
 }
 
 
+FILES = ("compose.yaml", "compose.hosts.yaml")
+
+
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    return read("compose.yaml")
+
+
+def read(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())
     return document
 
 
@@ -95,8 +104,9 @@ def _hearths(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: service for name, service in compose["services"].items() if service["image"] == "hearth:local"}
 
 
-def test_the_file_has_the_shape_that_the_specification_wants(compose: dict[str, Any]) -> None:
-    jsonschema.validate(compose, _COMPOSE)
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_has_the_shape_that_the_specification_wants(name: str) -> None:
+    jsonschema.validate(read(name), _COMPOSE)
 
 
 @pytest.mark.skipif(
@@ -104,8 +114,10 @@ def test_the_file_has_the_shape_that_the_specification_wants(compose: dict[str, 
     or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode != 0,
     reason="docker compose is not installed",
 )
-def test_docker_compose_itself_accepts_the_file() -> None:
-    asked = subprocess.run(["docker", "compose", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize("name", FILES)
+def test_docker_compose_itself_accepts_the_file(name: str) -> None:
+    words = ["docker", "compose", "-f", name, "config", "--quiet"]
+    asked = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr
 
 
@@ -115,12 +127,28 @@ def test_it_runs_two_gateways_a_machine_redis_and_a_collector(compose: dict[str,
     assert {"redis", "collector"} < set(compose["services"])
 
 
-def test_every_hearth_command_parses(compose: dict[str, Any]) -> None:
-    for name, service in _hearths(compose).items():
-        assert parse(service["command"]).source is not None, name
+@pytest.mark.parametrize("name", FILES)
+def test_every_hearth_command_parses(name: str) -> None:
+    for service in _hearths(read(name)).values():
+        assert parse(service["command"]).source is not None, service
 
 
-def test_everything_that_a_service_names_is_defined(compose: dict[str, Any]) -> None:
+def test_hosts_join_where_the_gateway_lets_them_and_share_no_files(tmp_path: Path) -> None:
+    hosts = read("compose.hosts.yaml")
+    (tmp_path / "hearth.toml").write_text(hosts["configs"]["hearth"]["content"])
+    cluster = load_config(tmp_path / "hearth.toml").cluster
+    hearths = _hearths(hosts)
+    assert cluster.address in hearths, "machines know the gateway by its service's name"
+    joins = [parse(each["command"]).call.keywords["join"] for each in hearths.values() if "configs" not in each]
+    assert {split_address(join.join) for join in joins} == {(cluster.address, JOIN_PORT)}
+    assert split_address(cluster.join_listen)[1] == JOIN_PORT
+    assert len({join.name for join in joins}) == 2
+    assert len({volume for each in hearths.values() for volume in each["volumes"]}) == len(hearths)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_everything_that_a_service_names_is_defined(name: str) -> None:
+    compose = read(name)
     for service in compose["services"].values():
         assert {volume.split(":")[0] for volume in service.get("volumes", [])} <= set(compose["volumes"])
         assert {config["source"] for config in service.get("configs", [])} <= set(compose["configs"])

@@ -373,6 +373,7 @@ BOUNDS: Final = {
     # and for faults that may end no part of a process unseen; 97 for how full host memory and disk are of KV, names
     # that hold no token, and refusals and usage that name the account
     # and for faults that may end no part of a process unseen; 31 for what each replica runs at once
+    # and for faults that may end no part of a process unseen; 35 for what each replica runs at once, and a gateway's URL to join at
     "file": 450,
     "function": 60,
     "fan_out": 15,

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tests.support.lossy_wire import LossyWire, lossy_wire
+
 _ALL_PROTOCOLS: Final = 0x0003
 _HEADER_BYTES: Final = 14
 
@@ -28,13 +30,15 @@ def possible() -> bool:
 
 @dataclass
 class NetworkHost:
-    """One host: programs run in its namespace, in its folder."""
+    """One host: programs run in its namespace, in its folder. On a `wire` packets can be lost, `there` from the bridge
+    to it."""
 
     namespace: str
     link: str
     address: str
     folder: Path
     processes: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    wire: LossyWire | None = None
 
     def command(self, words: Sequence[str]) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *words]
@@ -56,8 +60,9 @@ class NetworkHost:
 
 
 @contextlib.contextmanager
-def network(folder: Path, hosts: int) -> Iterator[list[NetworkHost]]:
-    """So many hosts, and this process on the same bridge."""
+def network(folder: Path, hosts: int, *, lossy: Sequence[int] = ()) -> Iterator[list[NetworkHost]]:
+    """So many hosts, and this process on the same bridge; those of the numbers `lossy` each behind a wire that can lose
+    what passes."""
     tag = f"h{os.getpid() % 100_000}"
     net = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
     with contextlib.ExitStack() as stack:
@@ -71,7 +76,11 @@ def network(folder: Path, hosts: int) -> Iterator[list[NetworkHost]]:
             host.folder.mkdir()
             _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
-            _ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            if number in lossy:
+                host.wire = stack.enter_context(lossy_wire(host.link, f"{host.link}e"))
+                _ip("link", "set", f"{host.link}e", "netns", host.namespace, "name", "eth0")
+            else:
+                _ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
             _ip("link", "set", host.link, "master", tag, "up")
             for words in (("addr", "add", f"{host.address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
                 _ip("-n", host.namespace, *words)
