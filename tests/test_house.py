@@ -374,6 +374,8 @@ BOUNDS: Final = {
     # that hold no token, and refusals and usage that name the account
     # and for faults that may end no part of a process unseen; 31 for what each replica runs at once
     # and for faults that may end no part of a process unseen; 35 for what each replica runs at once, and a gateway's URL to join at
+    # and for faults that may end no part of a process unseen; 35 for what each replica runs at once, and to join at
+    # a URL
     "file": 450,
     "function": 60,
     "fan_out": 15,
