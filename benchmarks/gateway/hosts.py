@@ -99,7 +99,7 @@ async def measure_upgrades(streams: int) -> None:
             async def watch() -> None:
                 while not over.is_set():
                     replicas = [each for machine in fleet._machines.values() for each in machine.replicas.values()]
-                    most.append(max((each.connection.expected for each in replicas if each.connection), default=0))
+                    most.append(max((len(each.connection._streams) for each in replicas if each.connection), default=0))
                     await asyncio.sleep(0.01)
 
             async def keep_on() -> list[Heard]:
