@@ -376,6 +376,8 @@ BOUNDS: Final = {
     # and for faults that may end no part of a process unseen; 35 for what each replica runs at once, and a gateway's URL to join at
     # and for faults that may end no part of a process unseen; 35 for what each replica runs at once, and to join at
     # a URL
+    # and for faults that may end no part of a process unseen; 43 for what each replica runs at once, to join at
+    # a URL, and to look at no heartbeat twice
     "file": 450,
     "function": 60,
     "fan_out": 15,

@@ -390,9 +390,10 @@ class FrameReader:
     def feed(self, received: bytes) -> Iterable[Frame]:
         """A report that is said again is the same object. Raises FrameError on a length over FRAME_BYTES_MAX, a body
         that is no frame, or one of another protocol."""
-        if received == self._report_bytes and not self._pending:
-            return self._report
-        return self._cut(received)
+        return self._report if self.repeats(received) else self._cut(received)
+
+    def repeats(self, received: bytes) -> bool:
+        return received == self._report_bytes and not self._pending
 
     def _cut(self, received: bytes) -> Iterator[Frame]:
         pending = self._pending
