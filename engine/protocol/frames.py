@@ -173,14 +173,14 @@ class Reject(msgspec.Struct, frozen=True, array_like=True, tag="reject"):
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    """replica → anyone, twice a second and when a sequence starts or ends: how full it is. To whoever polls only where
-    that is news.
+    """replica → anyone, twice a second and when a sequence starts or ends, to a poller only with news: how full it is.
 
     `counters` only grow within one boot (prefix hit tokens, evictions by cause, preemptions, …). `background` sequences
     run or wait beside the others, which alone are counted in the first three. `blocks` are those of the pool that have
     memory now: it may change. Where layers of several kinds have pools of their own, these, the free and the cached
     ones are of the fullest; `shared_blocks`, which two sequences or more read at this moment, are the prefix tree's.
     `ranks` are those of a model that has several, rank 0 first; `prefill` is of one that takes in handovers.
+    `host_tier` and `disk_tier` say how full what lies below the pool is.
     """
 
     running: int
@@ -334,24 +334,9 @@ class MachineState(msgspec.Struct, frozen=True, array_like=True, tag="fleet"):
 
 
 Frame = (
-    Submit
-    | Cancel
-    | HandOver
-    | HandOverFailed
-    | RaiseEpochs
-    | RouteKey
-    | HeldPrefixes
-    | Hello
-    | StepOutputs
-    | Reject
-    | ReplicaLoad
-    | PollLoad
-    | SetPlacement
-    | PlacementStatus
-    | ModelDemand
-    | DrainMachine
-    | MachineState
-)
+    Submit | Cancel | HandOver | HandOverFailed | RaiseEpochs | RouteKey | HeldPrefixes | Hello | StepOutputs | Reject
+    | ReplicaLoad | PollLoad | SetPlacement | PlacementStatus | ModelDemand | DrainMachine | MachineState
+)  # fmt: skip
 
 
 class FrameError(ValueError):
@@ -393,6 +378,7 @@ class FrameReader:
         return self._report if self.repeats(received) else self._cut(received)
 
     def repeats(self, received: bytes) -> bool:
+        """Whether this is the last report once more."""
         return received == self._report_bytes and not self._pending
 
     def _cut(self, received: bytes) -> Iterator[Frame]:
@@ -404,11 +390,10 @@ class FrameReader:
                 (length,) = _LENGTH.unpack_from(pending, start)
                 if length > FRAME_BYTES_MAX:
                     raise FrameError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
-                end = start + _LENGTH.size + length
+                begin, end = start + _LENGTH.size, start + _LENGTH.size + length
                 if len(pending) < end:
                     break
-                body = bytes(pending[start + _LENGTH.size : end])
-                start = end
+                body, start = bytes(pending[begin:end]), end
                 frame = _decode(body)
                 if isinstance(frame, ReplicaLoad | MachineState):
                     self._report, self._report_bytes = (frame,), _LENGTH.pack(length) + body
