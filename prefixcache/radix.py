@@ -318,6 +318,10 @@ class NamespaceRoot(RadixNode):
         assert not _CHILDLESS
         return shared
 
+    def all_blocks(self) -> list[int]:
+        """The namespace's blocks. Walks over everything in it."""
+        return [block for node in _below(self) for block in node.blocks]
+
 
 class BlockCounts:
     """Blocks that are cached, pinned by leases, and pinned by two or more."""
@@ -381,10 +385,6 @@ class AccountShare:
             root.account = self
         self.roots[root] = None
         self.by_age.put(root)
-
-    def blocks(self) -> list[int]:
-        """The blocks of all its namespaces. Walks over everything in them."""
-        return [block for root in self.roots for node in _below(root) for block in node.blocks]
 
     def remove_root(self, root: NamespaceRoot) -> None:
         del self.roots[root]

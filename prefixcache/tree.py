@@ -21,6 +21,7 @@ from math import inf, nextafter
 from typing import Final, Literal
 
 from prefixcache.lazy_heap import LazyHeap
+from prefixcache.lease import Lease
 from prefixcache.names import NAME_BYTES, BlockNames, split_names
 from prefixcache.namespace import Namespace, RetentionPolicy, ScopeKey
 from prefixcache.radix import TOKEN_BYTES, AccountShare, NamespaceRoot, RadixNode, ScopeState
@@ -29,30 +30,6 @@ from prefixcache.tier import DepartedBlocks
 
 EPOCHS_MAX: Final = 1 << 16
 EvictionCause = Literal["space", "cap", "epoch", "age"]
-
-
-class Lease:
-    """A pinned path from a namespace's root. `blocks` are its block ids in order; they stay valid until `release`.
-
-    It belongs to the sequence that asked for it; `PrefixTree.insert` lengthens it.
-    """
-
-    __slots__ = ("_node", "_root", "block_tokens", "blocks")
-
-    def __init__(self, root: NamespaceRoot, node: RadixNode, blocks: list[int]) -> None:
-        self._root: NamespaceRoot | None = root
-        self._node = node
-        self.blocks = blocks
-        self.block_tokens = root.namespace.block_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Tokens whose KV is in `blocks`."""
-        return len(self.blocks) * self.block_tokens
-
-    def rename(self, renamed: Mapping[int, int]) -> None:
-        """Renames blocks, as `PrefixTree.rename` does."""
-        self.blocks[:] = [renamed.get(block, block) for block in self.blocks]
 
 
 class PrefixTree:
@@ -213,6 +190,11 @@ class PrefixTree:
         """The last of its `names`."""
         assert lease._root is not None, "the lease is released"
         return lease._root.names_of(lease._node)[-NAME_BYTES:]
+
+    def share_of(self, lease: Lease) -> AccountShare:
+        """The share that the lease's blocks count for; `wiped` where nobody else finds them any more."""
+        assert lease._root is not None, "the lease is released"
+        return lease._root.account
 
     def unused_s(self) -> float | None:
         """For how long nobody read the block that `evict` frees next; None where all are pinned."""

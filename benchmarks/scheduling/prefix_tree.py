@@ -17,8 +17,9 @@ from array import array
 from collections.abc import Callable
 
 from benchmarks.record import record
+from prefixcache.lease import Lease
 from prefixcache.namespace import Namespace, RetentionPolicy
-from prefixcache.tree import Lease, PrefixTree
+from prefixcache.tree import PrefixTree
 
 BLOCK_TOKENS = 16
 POOL = 100_000

@@ -85,7 +85,7 @@ class GpuRunner:
         self._bodies = CudaGraphs(lambda rows: weak._body(rows, wide=False), sizes, workspace, together[0])
         self._heads = CudaGraphs(lambda rows: weak._head(rows), head_sizes, workspace, together[1])
         self._wide_bodies = CudaGraphs(lambda rows: weak._body(rows, wide=True), sizes, workspace, together[2])
-        masked_sizes = [size for size in head_sizes if size in HOT_SIZES and self._windows is None]
+        masked_sizes = {*head_sizes[-1:], *HOT_SIZES}.intersection(head_sizes) if self._windows is None else ()
         self._masked_heads = CudaGraphs(lambda rows: weak._head(rows, MASKS_ONLY), masked_sizes, workspace)
         self._graphs = (self._bodies, self._heads, self._wide_bodies, self._masked_heads)
 
@@ -129,7 +129,7 @@ class GpuRunner:
 
     def launch(self, packed: Int32s) -> StagedStep:
         """As in StepExecutor. Writes into the packed step's header where its plans begin. The host works out masks
-        while the device computes what does not need them: all but the sampling."""
+        while the device computes the layers."""
         batch = unpack_step(packed)
         check_step(batch, self.limits)
         sampled_rows = len(batch.rows_R)
@@ -195,10 +195,13 @@ class GpuRunner:
         for graphs in self._graphs:
             graphs.close()
 
-    def _prepare_now_and_then(self, bodies: CudaGraphs, rows: int) -> None:
+    def _prepare_now_and_then(self, bodies: CudaGraphs, rows: int, masked_rows: int) -> None:
         """Captures a size or copies a little to the host beside a step: under steady load there are no idle moments."""
         now = time.monotonic()
-        if now - self._prepared_at > _PREPARE_EVERY_S and (bodies.capture_for(rows) or self._prepare_sleep()):
+        if now - self._prepared_at <= _PREPARE_EVERY_S:
+            return
+        captured = bodies.capture_for(rows) or (masked_rows > 0 and self._masked_heads.capture_for(masked_rows))
+        if captured or self._prepare_sleep():
             self._prepared_at = now
 
     def launch_ms(self, packed: Int32s, launches: int) -> float:
@@ -230,7 +233,7 @@ class GpuRunner:
         if arriving := bool(self._memory.arrivals()):
             body_size = 0
         else:
-            self._prepare_now_and_then(bodies, rows)
+            self._prepare_now_and_then(bodies, rows, len(batch.rows_R) if batch.masked else 0)
             body_size = bodies.captured_size(rows)
         plain = self._config.vectors or SamplingFeatures.of(batch) == TEMPERATURE_ONLY
         head_size = self._heads.captured_size(len(batch.rows_R)) if plain and not batch.masked else 0

@@ -43,7 +43,7 @@ class KVExtents:
         erase what is `secret` of the sources, and unmap the extents.
         """
         kv, pool = self._kv, self._kv.pools[group]
-        kv.lost.forget()
+        kv.expired.free_all()
         kv.retry_short()
         extents = pool.cheapest_extents(count)
         while extents and pool.blocks_in(extents) > kv.available(group) - len(kv.holders):
@@ -64,19 +64,21 @@ class KVExtents:
         lacking = {
             at: now <= next_blocks or pressed[at] > 1 for at, now in available if pressed[at] or now < next_blocks
         }
+        givers = [at for at, more in enumerate(pressed) if more <= 1]  # none of those that lack blocks themselves
         for taker in sorted(lacking, key=lacking.__getitem__, reverse=True):  # a group that only evicts waits
-            if (trade := self._trade_for(taker, max(1, pressed[taker] - 1), lacking[taker])) is not None:
+            if (trade := self._trade_for(taker, max(1, pressed[taker] - 1), lacking[taker], givers)) is not None:
                 return trade
         return None
 
-    def _trade_for(self, taker: int, blocks: int, lacking: bool) -> ExtentTrade | None:
-        """The trade for a group that lacks so many blocks, or had to evict."""
+    def _trade_for(self, taker: int, blocks: int, lacking: bool, givers: list[int]) -> ExtentTrade | None:
+        """The trade for a group that lacks so many blocks, or had to evict, with one of the givers."""
         kv, layout = self._kv, self._layouts[taker]
         if not layout.block_bytes or not (
             wanted := kv.pools[taker].extents_to_grow(-(-blocks // layout.extent_blocks))
         ):
             return None
-        for giver, other in enumerate(self._layouts):
+        for giver in givers:
+            other = self._layouts[giver]
             if giver != taker and other.block_bytes:
                 unit = -(-layout.extent_bytes // other.extent_bytes)  # of the giver's extents, for one of the taker's
                 extents = kv.pools[giver].cheapest_extents(-(-len(wanted) * layout.extent_bytes // other.extent_bytes))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from engine.kv_blocks.block_pool import BlockPool, blocks_of
-from engine.kv_blocks.lost_blocks import LostBlocks
+from engine.kv_blocks.expired_blocks import ExpiredBlocks
 from engine.kv_blocks.prefix_match import PrefixMatch, StagedLoads
 from engine.kv_blocks.public_prefixes import PublicPrefixes, common_prefix_length
 from engine.kv_blocks.published_prefixes import PublishedPrefixes
@@ -22,9 +22,10 @@ from engine.sequences.sequence import Sequence, SequenceState
 from engine.sequences.validation import SubmitRejected
 from engine.step.key_span import FULL
 from engine.tiers.host_blocks import HostBlocks
+from prefixcache.lease import Lease
 from prefixcache.namespace import Namespace
 from prefixcache.tier import TierEntry
-from prefixcache.tree import Lease, PrefixTree
+from prefixcache.tree import PrefixTree
 
 
 class KVManager:
@@ -35,7 +36,7 @@ class KVManager:
     pools     of all groups, the tree's first.
     spans     what the layers of each see; nothing has blocks of the tree where no layer sees everything.
     holders   the sequences that have blocks, in the order in which they got them.
-    lost      what of the cached blocks is found no more.
+    expired   which of the cached blocks are found no more.
     published  which of the tree's prefixes are told to those who choose replicas.
     host      where blocks are that the tree evicted, None: they are lost. The tree has names for them then.
     staged    how blocks come that another replica computed.
@@ -47,7 +48,7 @@ class KVManager:
     ) -> None:  # fmt: skip
         assert host is None or not windowed, "what lies beside the tree's blocks would be lost"
         self.tree, self.pool, self.host, self.windowed = tree, pool, host, windowed
-        self.lost = LostBlocks(tree, pool, windowed)
+        self.expired = ExpiredBlocks(tree, pool, windowed)
         self.published = PublishedPrefixes(tree, pool, host)
         self.staged = StagedLoads()
         self.pools = [pool, *(group.pool for group in windowed)]
@@ -140,8 +141,8 @@ class KVManager:
         lacking = match.missing_blocks + spare - self.available_blocks
         if lacking > 0:
             self.pressed = max(self.pressed, 1 + lacking)
-            return False
-        return all(group.fits(len(sequence.tokens), match.pages, spare) for group in self.windowed)
+        fits = [group.fits(len(sequence.tokens), match.pages, spare) for group in self.windowed]  # each notes its lack
+        return lacking <= 0 and all(fits)
 
     def cached_tokens(self, sequence: Sequence) -> int:
         """How many tokens the tree has of a sequence that holds nothing, as `lease_prefix` would find them were all of
@@ -206,8 +207,8 @@ class KVManager:
     def cover(self, sequence: Sequence, tokens: int, spare: int = 0) -> int:
         """Takes windowed blocks for a sequence's positions below `tokens`, as many as leave `spare` ones available.
         Returns how many of these tokens have blocks then."""
-        forget = self.lost.forget
-        return min((group.cover(sequence, tokens, spare, forget) for group in self.windowed), default=tokens)
+        sweep = self.expired.sweep
+        return min((group.cover(sequence, tokens, spare, sweep) for group in self.windowed), default=tokens)
 
     def advance(self, sequence: Sequence) -> None:
         """Gives back the windowed blocks that no row of the sequence sees that has yet to land."""
@@ -222,7 +223,7 @@ class KVManager:
         size, shared, full = self.block_tokens, sequence.shared_blocks, sequence.computed // self.block_tokens
         assert sequence.lease is not None
         pages = sequence.pages[shared:full].tolist()
-        self._sweep_capped(sequence)
+        self.expired.before_cap(sequence.lease, len(pages))
         sequence.lease, spare = self.tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], pages)
         if spare:
             self._remove_windowed(spare)
@@ -239,6 +240,7 @@ class KVManager:
             sequence.finite_samples = -sequence.inflight_steps  # steps in flight still read its own blocks
         for group in self.windowed:
             group.cache(sequence, shared, full)
+        self.expired.inserted(sequence.lease, len(pages))
         sequence.shared_blocks = full
         return bool(spare)
 
@@ -253,7 +255,7 @@ class KVManager:
             group.release(sequence)
         self.pool.free(sequence.private_pages())
         if sequence.lease is not None:
-            self._sweep_capped(sequence)
+            self.expired.before_cap(sequence.lease, 0)
             self._free_of_tree(self.tree.release(sequence.lease))
         self.holders.pop(sequence, None)
         sequence.rewind()
@@ -320,7 +322,7 @@ class KVManager:
         """Frees blocks of a group until there are so many, at the cost of what is cached. Only after asking
         `available`."""
         if group:
-            self.windowed[group - 1].free_up(count, self.lost.forget)
+            self.windowed[group - 1].free_up(count, self.expired.sweep)
         else:
             self._free_up(count)
 
@@ -343,7 +345,7 @@ class KVManager:
     def forget_all_but(self, max_blocks: int) -> None:
         """Frees what is cached but public prefixes and, with them, up to so many blocks of each group that are wanted
         soonest, or, where there is a host, what it has no room for; nothing runs."""
-        self.lost.forget()
+        self.expired.free_all()
         room = max(0, max_blocks - len(self.public_prefixes.pages)) if self.host is None else self.host.index.slots
         self._free_of_tree(self.tree.keep_hottest(room, self.pool.secret_pages()))
         if self.host is not None:
@@ -383,11 +385,6 @@ class KVManager:
         """The namespace of what follows these public pages: it was only ever read behind them."""
         return namespace._replace(behind=self.public_prefixes.pages[public[-1]]) if public else namespace
 
-    def _sweep_capped(self, sequence: Sequence) -> None:
-        """Has a cap take nothing off the tree whose time is over: that is to be erased."""
-        if sequence.retention.share.cap is not None:
-            self.lost.forget()
-
     def _free_of_tree(self, pages: list[int]) -> None:
         """Frees blocks that have left the tree, with what lies beside them."""
         self._remove_windowed(pages)
@@ -404,7 +401,7 @@ class KVManager:
 
     def _free_up(self, count: int) -> None:
         """Frees blocks until there are so many, at the cost of the tree. Only after asking `available_blocks`."""
-        while self.pool.free_blocks < count and self.lost.sweep():
+        while self.pool.free_blocks < count and self.expired.sweep():
             pass
         if self.pool.free_blocks < count:
             self.pressed = max(self.pressed, 1)

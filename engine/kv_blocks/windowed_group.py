@@ -71,15 +71,15 @@ class WindowedGroup:
         if sequence.terms.erase:
             self.pool.mark_secret(pages[max(0, sequence.public_blocks - first) :])
 
-    def cover(self, sequence: Sequence, tokens: int, spare: int, forget_lost: Callable[[], None]) -> int:
+    def cover(self, sequence: Sequence, tokens: int, spare: int, sweep: Callable[[], bool]) -> int:
         """Takes blocks for the sequence's positions below `tokens`, as many as leave `spare` ones available. Returns
-        how many tokens its blocks hold then, at most so many. `forget_lost` as for `free_up`."""
+        how many tokens its blocks hold then, at most so many. `sweep` as for `free_up`."""
         table = sequence.window_tables[self.index]
         missing = -(-tokens // self._block_tokens) - table.end
         if missing > 0:
             count = max(0, min(missing, self.available_blocks - spare))
             self.pressed = max(self.pressed, int(count < missing))
-            self.free_up(count, forget_lost)
+            self.free_up(count, sweep)
             pages = np.array(self.pool.allocate(count, sequence.terms.erase), np.int64)
             table.pages = np.concatenate((table.pages, pages))
         return min(tokens, table.end * self._block_tokens)
@@ -136,11 +136,12 @@ class WindowedGroup:
         self._public += tree_blocks
         return True
 
-    def free_up(self, count: int, forget_lost: Callable[[], None]) -> None:
+    def free_up(self, count: int, sweep: Callable[[], bool]) -> None:
         """Frees blocks until there are so many, at the cost of the cached ones. Only after asking `available_blocks`.
-        `forget_lost` frees what is found no more, and has the rest of it erased when it is evicted here."""
-        if self.pool.free_blocks < count:
-            forget_lost()
+        `sweep` frees some of what is found no more, and returns whether there may be more of it: none of that is
+        evicted here, where it would not be erased."""
+        while self.pool.free_blocks < count and sweep():
+            pass
         if self.pool.free_blocks < count:
             self.pressed = max(self.pressed, 1)
             self.pool.free(self.cached.evict(count - self.pool.free_blocks))

@@ -132,8 +132,7 @@ class StepLoop:
         self._take_images()
         while len(self._inflight) < self._depth and (plan := self._next_batch()) is not None:
             self.zero_freed()
-            self._give_masks()
-            step = self._launch(plan)
+            step = self._launch(plan) if self._give_masks() else self._inflight[0][1]
             self._inflight.append((plan, step))
             if isinstance(step, FailedLaunch):
                 while self._inflight:
@@ -152,7 +151,7 @@ class StepLoop:
         called between turns, and where there is nothing to turn for, again and again while it returns True."""
         self.zero_freed()
         swept = self._host is not None and self._host.sweep(_HOST_SWEEP_MAX)
-        more = self._kv is not None and self._kv.lost.sweep()
+        more = self._kv is not None and self._kv.expired.sweep()
         self.zero_freed()
         waits = self._turn_disk()
         return self._grow_tier() or more or swept or waits
@@ -313,15 +312,16 @@ class StepLoop:
         except Exception as error:
             self._inflight[0] = (plan, FailedLaunch(error))
 
-    def _give_masks(self) -> None:
-        """Gives the only step in flight the masks that are begun: before the next launch, and before it lands."""
-        if self._finish_masks is None:
-            return
-        finish, self._finish_masks = self._finish_masks, None
-        try:
-            finish()
-        except Exception as error:
-            self._inflight[0] = (self._inflight[0][0], FailedLaunch(error))
+    def _give_masks(self) -> bool:
+        """Gives the only step in flight the masks that are begun: before the next launch, and before it lands. Returns
+        whether the step in flight, if there is one, is none that failed."""
+        if self._finish_masks is not None:
+            finish, self._finish_masks = self._finish_masks, None
+            try:
+                finish()
+            except Exception as error:
+                self._inflight[0] = (self._inflight[0][0], FailedLaunch(error))
+        return not (self._inflight and isinstance(self._inflight[0][1], FailedLaunch))
 
     def _land(self) -> None:
         self._give_masks()

@@ -16,8 +16,8 @@ from engine.handover.staging import StagedPrefix
 from engine.protocol.types import FinishReason, Pooling, SamplingParams, SchedulingTerms
 from engine.sequences.fair_queue import GENERATED_TOKEN, PROMPT_TOKEN, AccountQueue
 from engine.step.layout import Int32s, Pages
+from prefixcache.lease import Lease
 from prefixcache.namespace import Namespace, RetentionPolicy
-from prefixcache.tree import Lease
 
 Ending = tuple[FinishReason, str]  # why a text ends, and what is wrong with it if something is
 FORCED_MAX: Final = 16  # tokens that are appended at once because nothing else may follow

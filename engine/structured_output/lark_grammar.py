@@ -86,12 +86,16 @@ class LarkMatcher:
         if self._timed:
             self._mean_us += took_us / _MEAN_TOKENS
 
-    def write_mask(self, address: int, size: int) -> None:
-        """Writes its mask, in any thread, and notes what it takes of this thread's time."""
+    def write_mask(self, address: int, size: int) -> float:
+        """Writes its mask, in any thread. Returns what it takes of this thread's time, in µs."""
         began = time.thread_time()
         self.inner.unsafe_compute_mask_ptr(address, size)
-        self.mask_us, self._timed = 1e6 * (time.thread_time() - began), True
-        self._mean_us += (self.mask_us - self._mean_us) / _MEAN_TOKENS
+        return 1e6 * (time.thread_time() - began)
+
+    def note_mask_time(self, took_us: float, share_us: float) -> None:
+        """Notes what its last mask took of a thread, and its share of what all took together."""
+        self.mask_us, self._timed = share_us, True
+        self._mean_us += (took_us - self._mean_us) / _MEAN_TOKENS
 
     def share_mask_time(self, took_us: float) -> None:
         """Notes what each mask took on average that was written with this one."""

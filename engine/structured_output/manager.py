@@ -90,10 +90,6 @@ class StructuredOutputManager:
             self._queue(compilation)
         return compilation
 
-    def masks(self, matchers: Items[GrammarMatcher | None]) -> Int32s:
-        """As MaskWriter.write: all masks, when they are written."""
-        return self.writer.write(matchers, self._words)
-
     def begin_masks(self, matchers: Items[GrammarMatcher | None]) -> Callable[[], Int32s]:
         """As MaskWriter.begin: what is returned waits for them."""
         return self.writer.begin(matchers, self._words)

@@ -37,7 +37,7 @@ class MaskWriter:
     def begin(self, matchers: Items[GrammarMatcher | None], words: int) -> Callable[[], Int32s]:
         """Begins to write masks while the caller does something else, but accepts no token. Returns what waits for
         them, as `write` returns them."""
-        if len(matchers) < _BESIDE_MIN:
+        if len(matchers) < _BESIDE_MIN and not self._timing:
             masks_MW = self.write(matchers, words)
             return lambda: masks_MW
         begun = threading.Event()
@@ -98,20 +98,23 @@ class MaskWriter:
         address, size = masks_MW.ctypes.data, masks_MW.itemsize * masks_MW.shape[1]
         threads = min(self._fillers, len(rows))
 
-        def write(part: list[tuple[LarkMatcher, int]]) -> None:
-            for matcher, row in part:
-                matcher.write_mask(address + row * size, size)
+        took_us = [0.0] * len(rows)
+
+        def write(first: int) -> None:
+            for index in range(first, len(rows), threads):
+                matcher, row = rows[index]
+                took_us[index] = matcher.write_mask(address + row * size, size)
 
         began = time.perf_counter()
         if threads == 1:
             begun()
-            write(rows)
+            write(0)
         else:
-            parts = self._timers.map(write, [rows[first::threads] for first in range(threads)])
+            parts = self._timers.map(write, range(threads))
             begun()
             list(parts)
         took_s = time.perf_counter() - began
-        processor_s = 1e-6 * sum(matcher.mask_us for matcher, _ in rows)
-        for matcher, _ in rows:
-            matcher.mask_us *= took_s / processor_s
+        processor_s = 1e-6 * sum(took_us)
+        for (matcher, _), each_us in zip(rows, took_us, strict=True):  # once all is known: the caller may be planning
+            matcher.note_mask_time(each_us, each_us * took_s / processor_s)
         return processor_s / threads

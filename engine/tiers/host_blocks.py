@@ -17,11 +17,12 @@ from typing import Final, Generic, TypeVar
 from engine.protocol.types import TierLoad
 from engine.step.executor import BlockTier
 from engine.tiers.disk_blocks import DiskBlocks
+from prefixcache.lease import Lease
 from prefixcache.names import NAME_BYTES, BlockNames, next_name
 from prefixcache.namespace import Namespace, RetentionPolicy
 from prefixcache.radix import TOKEN_BYTES
 from prefixcache.tier import DepartedBlocks, TierEntry, TierIndex
-from prefixcache.tree import Lease, PrefixTree
+from prefixcache.tree import PrefixTree
 
 Reader = TypeVar("Reader", bound=Hashable)
 _PROMPT_ROWS: Final = 16  # in a chunk

@@ -432,8 +432,8 @@ def checked_account_name(name: str) -> str:
 def checked_name(name: str) -> str:
     """The stripped name. Raises ValueError."""
     name = name.strip()
+    if holds_token(name):  # first: no other refusal may repeat it
+        raise ValueError("a name is shown and kept, and this one has a token in it; roll that where others saw it")
     if not name or len(name) > NAME_MAX or not name.isprintable():
         raise ValueError(f"a name is 1 to {NAME_MAX} printable characters, not {name!r}")
-    if holds_token(name):
-        raise ValueError("a name is shown and kept, and this one has a token in it; roll that where others saw it")
     return name

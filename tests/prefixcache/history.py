@@ -13,8 +13,9 @@ from types import ModuleType
 
 from engine.kv_blocks.block_pool import BlockPool
 from prefixcache import tree as unbroken
+from prefixcache.lease import Lease
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy, ScopeKey
-from prefixcache.tree import Lease, PrefixTree
+from prefixcache.tree import PrefixTree
 
 SIZE = 4
 SCOPES = [(2, bytes([number]) * 16) for number in range(4)] + [(1, bytes(16))]

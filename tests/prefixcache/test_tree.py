@@ -10,8 +10,8 @@ import pytest
 
 from engine.kv_blocks.block_pool import BlockPool
 from prefixcache import tree as module
+from prefixcache.lease import Lease
 from prefixcache.namespace import CacheShare, Namespace, RetentionPolicy
-from prefixcache.tree import Lease
 from tests.prefixcache.history import cached_of
 
 SIZE = 4

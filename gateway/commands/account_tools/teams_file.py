@@ -16,6 +16,7 @@ from msgspec import UNSET, UnsetType, structs
 
 from gateway.admin.account import SettingsChange
 from tenants.auth.accounts import checked_account_name, checked_name
+from tenants.auth.api_token import holds_token
 from tenants.records.accounts import Plan, name_key
 from tenants.records.grants import Permission
 from tenants.records.limits import Limits
@@ -226,7 +227,7 @@ class _Reader:
     def _tell(self, place: _Place, problem: str) -> None:
         line = next((self._lines[place[:end]] for end in range(len(place), -1, -1) if place[:end] in self._lines), None)
         where = f"{self._path}:{line}" if line is not None else self._path
-        names = ".".join(str(step) for step in place)
+        names = ".".join("…" if holds_token(str(step)) else str(step) for step in place)
         self.problems.append(f"{where}: {names}: {problem}" if names else f"{where}: {problem}")
 
 

@@ -58,7 +58,7 @@ def matcher_of(grammars: StructuredOutputManager, lark: str, stop_ids: frozenset
 
 
 def allowed(grammars: StructuredOutputManager, matcher: GrammarMatcher) -> set[int]:
-    mask = np.unpackbits(grammars.masks([matcher]).view(np.uint8), bitorder="little")
+    mask = np.unpackbits(grammars.begin_masks([matcher])().view(np.uint8), bitorder="little")
     return set(np.flatnonzero(mask).tolist())
 
 
@@ -253,7 +253,9 @@ def test_a_grammar_whose_masks_cost_too_much_is_ended_by_name_and_its_company_is
         costly, cheap = matcher_of(grammars, AMBIGUOUS), matcher_of(grammars, PLAIN)
         ends = ""
         for _ in range(200):
-            masks_MW = np.unpackbits(grammars.masks([cheap, costly, None]).view(np.uint8), axis=1, bitorder="little")
+            masks_MW = np.unpackbits(
+                grammars.begin_masks([cheap, costly, None])().view(np.uint8), axis=1, bitorder="little"
+            )
             token, letter = (int(np.flatnonzero(masks_MW[row, 2:])[-1]) + 2 for row in (1, 0))
             assert cheap.accept(letter) == ""
             if ends := costly.accept(token):
@@ -267,10 +269,10 @@ def test_a_grammar_whose_masks_cost_too_much_is_ended_by_name_and_its_company_is
 
 def test_a_mask_written_in_a_threads_own_time_is_the_same(grammars: StructuredOutputManager) -> None:
     matchers = [matcher_of(grammars, source) for source in (AMBIGUOUS, PLAIN, 'start: "a"')]
-    at_once = grammars.masks(matchers)
+    at_once = grammars.begin_masks(matchers)()
     assert len({matcher.mask_us for matcher in matchers}) == 1, "a share each"
     grammars.writer._timing = True
-    assert (grammars.masks(matchers) == at_once).all()
+    assert (grammars.begin_masks(matchers)() == at_once).all()
     assert len({matcher.mask_us for matcher in matchers}) == 3
     assert not grammars.writer._timing, "they took no time"
 
@@ -282,7 +284,7 @@ def test_masks_of_several_threads_take_no_longer_together_than_a_step_waits(monk
         grammars.writer._timing = True
         monkeypatch.setattr(time, "thread_time", itertools.count().__next__)
         began = time.perf_counter()
-        grammars.masks(matchers)
+        grammars.begin_masks(matchers)()
         assert 0 < sum(matcher.mask_us for matcher in matchers) <= 1e6 * (time.perf_counter() - began)
         assert grammars.writer._timing
 
@@ -478,7 +480,7 @@ def test_without_a_tokenizer_that_can_be_used_every_grammar_is_refused(tmp_path:
 
 def test_rows_without_a_grammar_may_become_anything(grammars: StructuredOutputManager) -> None:
     matcher = matcher_of(grammars, 'start: "a"')
-    masks_MW = grammars.masks([None, matcher, None])
+    masks_MW = grammars.begin_masks([None, matcher, None])()
     assert (masks_MW[[0, 2]] == -1).all()
     assert np.bitwise_count(masks_MW[1].view(np.uint32)).sum() == 1
 

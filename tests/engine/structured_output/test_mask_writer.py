@@ -31,7 +31,9 @@ def test_masks_begun_are_those_that_are_written_at_once(grammars: StructuredOutp
             for token in np.flatnonzero(_allowed(grammars, matcher))[: row % 2]:
                 assert matcher.accept(int(token)) == ""
     masks = grammars.begin_masks(matchers)
-    assert (masks() == grammars.masks(matchers)).all()
+    for timing in (False, True):
+        grammars.writer._timing = timing
+        assert (grammars.writer.write(matchers, masks().shape[1]) == masks()).all()
 
 
 def test_the_caller_goes_on_while_masks_are_written(writer: MaskWriter, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,4 +66,4 @@ def test_what_fails_beside_the_caller_is_told_to_who_waits(writer: MaskWriter, m
 
 
 def _allowed(grammars: StructuredOutputManager, matcher: LarkMatcher) -> np.ndarray:
-    return np.unpackbits(grammars.masks([matcher]).view(np.uint8), bitorder="little")
+    return np.unpackbits(grammars.begin_masks([matcher])().view(np.uint8), bitorder="little")

@@ -107,7 +107,7 @@ class Scribe:
             SequenceSlice([0], step, [[0] * (1 + step // 16)], sampling, masked=matcher is not None)
             for matcher in matchers
         ]
-        masks_MW = self.grammars.masks([matcher for matcher in matchers if matcher is not None])
+        masks_MW = self.grammars.begin_masks([matcher for matcher in matchers if matcher is not None])()
         tokens: list[int] = sample_batch(logits_RV, unpack_step(pack_step(slices, 16)), masks_MW).tokens_R.tolist()
         return tokens
 

@@ -336,7 +336,8 @@ async def test_a_name_is_printable_and_short(accounts: AccountService, name: str
 async def test_a_token_in_place_of_a_name_is_refused_and_not_repeated(accounts: AccountService) -> None:
     account = await accounts.create("ann")
     _, text = await accounts.mint(account.id, "first")
-    for store in (accounts.create(f"my {text}"), accounts.mint(account.id, text)):
+    names = (f"my {text}", f"{text} {'x' * 100}", f"curl\t{text}")
+    for store in (accounts.mint(account.id, text), *map(accounts.create, names)):
         with pytest.raises(ValueError, match="has a token in it") as refused:
             await store
         assert text not in str(refused.value)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from engine.kv_blocks.block_pool import blocks_of
-from engine.kv_blocks.lost_blocks import SWEEP_MAX
+from engine.kv_blocks.expired_blocks import SWEEP_MAX
 from engine.kv_blocks.public_prefixes import InvalidPublicPrefix, whole_blocks
 from engine.protocol.frames import Submit
 from engine.protocol.types import FinishReason, SamplingParams, SchedulingTerms, Scope, ScopeKind

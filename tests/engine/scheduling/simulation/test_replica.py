@@ -182,7 +182,7 @@ BREAKS = {
     ),
     "nothing is erased between turns": ("scheduling.step_loop", "sweep()\n        self.zero_freed()", "sweep()"),
     "erasing is done for some of the blocks": ("kv_blocks.block_pool", "list(dict.fromkeys(blocks))", "blocks[1:]"),
-    "what is swept is lost": ("kv_blocks.lost_blocks", "self._pool.free(pages)\n        return", "return"),
+    "what is swept is lost": ("kv_blocks.expired_blocks", "self._pool.free(pages)\n        return", "return"),
     "what lies behind a published prefix is found without it": (
         "kv_blocks.kv_manager",
         "behind=self.public_prefixes.pages[public[-1]]",
@@ -302,7 +302,7 @@ def install_broken(name: str, right: str, wrong: str, monkeypatch: pytest.Monkey
         (simulated, "DiskBlocks"),
         (running, "DiskReads"),
         (simulated, "WindowedGroup"),
-        (kv_manager, "LostBlocks"),
+        (kv_manager, "ExpiredBlocks"),
         (kv_manager, "usable_behind"),
         (step_loop, "KVExtents"),
         (scheduler, "PrefillAdmission"),

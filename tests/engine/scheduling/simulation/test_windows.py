@@ -287,7 +287,7 @@ def test_a_prefix_is_read_together_for_as_long_as_several_see_it(span: KeySpan, 
     assert spared[0] > spared[-1] == 3 * 24 // 2, "in the end only the layers that see all read it together"
 
 
-GROUP, LOST = "kv_blocks.windowed_group", "kv_blocks.lost_blocks"
+GROUP, EXPIRED = "kv_blocks.windowed_group", "kv_blocks.expired_blocks"
 BREAKS = {
     "a window drops a block too early": (GROUP, "self.span.first(tokens)", "(self.span.first(tokens) + 4)"),
     "a prefix is served without its window": (GROUP, "del pages[group.usable(pages) :]", "pass"),
@@ -307,12 +307,12 @@ BREAKS = {
         "node.keys, group)",
         "node.keys + 4 * (group > 0), group)",
     ),
-    "a window is evicted before what was purged": (GROUP, "            forget_lost()\n", "            pass\n"),
-    "what was purged and is read is not erased": (LOST, "if roots and marked != self._marked:", "if False:"),
-    "what is purged later is not erased": (LOST, "marked != self._marked", "not self._marked"),
-    "what was purged stays beside": (LOST, "group.remove(pages, secret=True)", "group.remove(pages)"),
-    "what is over moves and stays where it was": ("kv_blocks.kv_extents", "        kv.lost.forget()\n", ""),
-    "a cap takes what is over": ("kv_blocks.kv_manager", "if sequence.retention.share.cap is not None:", "if False:"),
+    "a window is evicted before what was purged": (GROUP, "self.pool.free_blocks < count and sweep():", "False:"),
+    "what was purged and is read is not erased": (EXPIRED, "for root in wiped - self._marked:", "for root in ():"),
+    "what is purged later is not erased": (EXPIRED, "is self._tree.wiped:", "is None:"),
+    "what was purged stays beside": (EXPIRED, "group.remove(pages, secret=True)", "group.remove(pages)"),
+    "what is over moves and stays where it was": ("kv_blocks.kv_extents", "        kv.expired.free_all()\n", ""),
+    "a cap takes what is over": (EXPIRED, "if share.cap is not None and", "if False and"),
     "floors are the tree's alone": (GROUP, "policy.share.floor", "0"),
     "a window of what is public may go": (GROUP, "self.cached.pin(tree_blocks)\n", "pass\n"),
     "a trade takes more than it gives": ("kv_blocks.kv_extents", "given_bytes // self", "2 * given_bytes // self"),
