@@ -5,9 +5,9 @@ a process of its own, behind its real socket on the CPU.
 
 A round first takes the pace of a saturated replica; the four then ask for a fixed part of it together, at random times:
 alone, beside the aggressor, and once more beside it with all requests under one account, which is first come, first
-served. A machine's own pace changes from round to round: waits and their ratio are medians of the rounds', the rest is
-of all rounds together. Time is the replica's own: the CPU time that the kernel counts for it while
-it has work, and the wall's while it has none, so that what else the machine does is left out.
+served. A machine's own pace changes from round to round: waits and ratios are medians of the rounds', the rest is of
+all rounds together. Time is the replica's own: the CPU time that the kernel counts for it while it has work, and the
+wall's while it has none, so that what else the machine does is left out.
 """
 
 import argparse
@@ -278,7 +278,8 @@ def tell(pace: float, rounds_seen: list[tuple[Seen, Seen, Seen]]) -> None:
     record("fairness", f"{beside}, first token p95", fifo_ms, "ms", peer=peer)
     record("fairness", f"{beside}, Jain index of service over what is due", attacked.jain(), "", bound=0.95)
     record("fairness", f"{beside}, Jain index of service over what is due", fifo.jain(), "", peer=peer)
-    record("fairness", f"{beside}, tokens/s ÷ {peer}", attacked.per_s() / fifo.per_s(), "×", bound=0.95)
+    rates = statistics.median(one.per_s() / other.per_s() for _, one, other in rounds_seen)
+    record("fairness", f"{beside}, tokens/s ÷ {peer}", rates, "×", bound=0.95)
 
 
 if __name__ == "__main__":
