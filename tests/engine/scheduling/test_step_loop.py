@@ -7,7 +7,8 @@ import pytest
 
 from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.types import FinishReason
-from engine.step.executor import ExecutorLost
+from engine.step.executor import ExecutorLost, InflightStep
+from engine.step.layout import Int32s
 from tests.engine.scheduling.simulation.replica import Fault, Simulation
 from tests.support.stamp_engine import Rule
 
@@ -42,6 +43,36 @@ def test_constrained_sequences_keep_as_many_flights_in_the_air(depth: int) -> No
         simulation.step()
     assert in_the_air == [depth] * 10
     assert len(entry.tokens) == 10
+
+
+def test_nothing_is_launched_behind_a_step_whose_masks_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is planned while masks are written, with tokens that nobody will draw."""
+    simulation = Simulation(depth=2, sequences=1)
+    (lost,) = simulation.submit(1, PROMPT, max_tokens=20, rule=Rule(20, forcing=False))
+    (later,) = simulation.submit(2, PROMPT, max_tokens=9)
+    launch, sample, doings = simulation.launch, simulation.sample, list[str]()
+
+    def failing(flight: InflightStep, masks_MW: Int32s) -> None:
+        if doings.count("masks") == 3:
+            doings.append("failed")
+            raise RuntimeError("broken")
+        doings.append("masks")
+        sample(flight, masks_MW)
+
+    def launching(packed: Int32s) -> InflightStep:
+        doings.append("launch")
+        return launch(packed)
+
+    monkeypatch.setattr(simulation, "sample", failing)
+    monkeypatch.setattr(simulation, "launch", launching)
+    while lost.finish is None:
+        simulation.step()
+    assert lost.finish.reason == FinishReason.ERROR
+    assert len(lost.tokens) == 3
+    assert (doings[-1], doings.count("launch")) == ("failed", 4), "the prompt, and three steps behind it"
+    simulation.run()
+    assert later.finish is not None
+    assert later.finish.reason == FinishReason.LENGTH
 
 
 def test_without_work_a_turn_does_nothing() -> None:
