@@ -6,6 +6,7 @@ from typing import Final
 
 from engine.kv_blocks.block_pool import BlockPool
 from engine.kv_blocks.windowed_group import WindowedGroup
+from engine.sequences.sequence import Sequence
 from prefixcache.lease import Lease
 from prefixcache.radix import NamespaceRoot
 from prefixcache.tree import PrefixTree
@@ -47,10 +48,13 @@ class ExpiredBlocks:
             self._mark(root.all_blocks())
         self._marked = wiped
 
-    def inserted(self, lease: Lease, count: int) -> None:
-        """Has the last so many blocks of a lease erased when they are freed, where its epoch is over."""
-        if count and self._tree.share_of(lease) is self._tree.wiped:
-            self._mark(lease.blocks[-count:])
+    def mark_held(self, sequence: Sequence) -> None:
+        """Has what a sequence alone holds erased when it is freed, where its epoch rose while it ran: before it frees
+        some of it, or puts it where nobody finds it."""
+        if sequence.lease is not None and self._tree.share_of(sequence.lease) is self._tree.wiped:
+            self._pool.mark_secret(sequence.private_pages())
+            for group in self._windowed if sequence.window_tables else ():
+                group.pool.mark_secret(group.private_pages(sequence))
 
     def before_cap(self, lease: Lease, more: int) -> None:
         """Frees all where the lease's account, with so many blocks more, may have to give some back under its cap:

@@ -212,6 +212,7 @@ class KVManager:
 
     def advance(self, sequence: Sequence) -> None:
         """Gives back the windowed blocks that no row of the sequence sees that has yet to land."""
+        self.expired.mark_held(sequence)
         for group in self.windowed:
             group.advance(sequence)
 
@@ -223,6 +224,7 @@ class KVManager:
         size, shared, full = self.block_tokens, sequence.shared_blocks, sequence.computed // self.block_tokens
         assert sequence.lease is not None
         pages = sequence.pages[shared:full].tolist()
+        self.expired.mark_held(sequence)
         self.expired.before_cap(sequence.lease, len(pages))
         sequence.lease, spare = self.tree.insert(sequence.lease, sequence.tokens[shared * size : full * size], pages)
         if spare:
@@ -240,7 +242,6 @@ class KVManager:
             sequence.finite_samples = -sequence.inflight_steps  # steps in flight still read its own blocks
         for group in self.windowed:
             group.cache(sequence, shared, full)
-        self.expired.inserted(sequence.lease, len(pages))
         sequence.shared_blocks = full
         return bool(spare)
 
@@ -251,6 +252,7 @@ class KVManager:
 
     def release(self, sequence: Sequence) -> None:
         """Gives back a sequence's lease and its private blocks; cached ones stay in the tree."""
+        self.expired.mark_held(sequence)
         for group in self.windowed:
             group.release(sequence)
         self.pool.free(sequence.private_pages())

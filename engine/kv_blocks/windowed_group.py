@@ -121,6 +121,13 @@ class WindowedGroup:
         self.pool.free(table.pages[shared_end - first : end - first].tolist())
         table.first, table.pages = end, table.pages[end - first :]
 
+    def private_pages(self, sequence: Sequence) -> list[int]:
+        """What a sequence holds that does not lie beside the tree's."""
+        table = sequence.window_tables[self.index]
+        shared_end = max(table.first, min(table.end, sequence.shared_blocks))
+        pages: list[int] = table.pages[shared_end - table.first :].tolist()
+        return pages
+
     def remove(self, tree_blocks: Items[int], secret: bool = False) -> None:
         """Frees what lies beside these blocks, which have left the tree; `secret`: to be erased."""
         pages = self.cached.remove(tree_blocks)
@@ -173,7 +180,7 @@ class WindowedGroup:
         for sequence in holders:
             table = sequence.window_tables[self.index]
             shared_end = max(table.first, min(table.end, sequence.shared_blocks))
-            private.append(table.pages[shared_end - table.first :].tolist())
+            private.append(self.private_pages(sequence))
             keys = sequence.pages[table.first : shared_end].tolist()
             assert list(self.cached.beside(keys)) == table.pages[: len(keys)].tolist()
             pins.update(keys)

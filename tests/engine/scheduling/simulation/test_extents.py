@@ -96,6 +96,21 @@ def test_what_runs_keeps_what_it_holds_and_a_block_more_for_each() -> None:
     simulation.assert_all_finished()
 
 
+@pytest.mark.parametrize("over", ["its epoch", "its time"])
+def test_what_is_over_is_erased_before_memory_is_given_away(over: str) -> None:
+    """It came to be so since the last sweep: moved, it would stay where it was as well."""
+    simulation = scattered(pool())
+    served(simulation, 1, words(41), TENANT, SchedulingTerms(keep_s=5.0))
+    simulation.land()
+    if over == "its epoch":
+        simulation.tree.raise_epochs({TENANT.id: 1})
+    else:
+        simulation.seconds += 6
+    assert simulation.extents.shrink(1).sources == []
+    assert len(simulation.account.take_unerased()) == 10
+    assert simulation.tree.cached_blocks == 0
+
+
 def test_what_can_never_fit_the_least_is_refused_though_there_is_room_now() -> None:
     simulation = pool(public=[PUBLIC])
     simulation.door = replace(simulation.door, max_total_tokens=1000)

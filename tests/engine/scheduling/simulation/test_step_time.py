@@ -154,7 +154,11 @@ BREAKS = {
     "what masks took too long is forgotten": ("scheduling.step_time", "if masks_us < 0:", "if False:"),
     "a step takes what it takes": ("scheduling.step_time", "took_us and took_us + row_us > share_us", "False"),
     "the oldest rows go first": ("scheduling.step_time", "sequence.row_turn = self._turns", "pass"),
-    "masks that are due do not count": ("scheduling.step_time", "sequence.mask_us for sequence in sequences", "()"),
+    "masks that are due do not count": (
+        "scheduling.step_time",
+        "each.matcher.mask_us for each in sequences",
+        "0 for each in sequences",
+    ),
     "nothing sits out": ("scheduling.step_time", "if sequence in fitting]", "]"),
 }
 

@@ -311,7 +311,6 @@ BREAKS = {
     "what was purged and is read is not erased": (EXPIRED, "for root in wiped - self._marked:", "for root in ():"),
     "what is purged later is not erased": (EXPIRED, "is self._tree.wiped:", "is None:"),
     "what was purged stays beside": (EXPIRED, "group.remove(pages, secret=True)", "group.remove(pages)"),
-    "what is over moves and stays where it was": ("kv_blocks.kv_extents", "        kv.expired.free_all()\n", ""),
     "a cap takes what is over": (EXPIRED, "if share.cap is not None and", "if False and"),
     "floors are the tree's alone": (GROUP, "policy.share.floor", "0"),
     "a window of what is public may go": (GROUP, "self.cached.pin(tree_blocks)\n", "pass\n"),
