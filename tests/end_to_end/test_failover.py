@@ -134,6 +134,8 @@ async def promoted_without(network: SentinelNetwork, store: Store) -> int:
     """How many strict holds a gateway was granted while host 1 was cut off and that are gone once host 1 is primary,
     and the gateway as well as the other two servers are lost."""
     assert await granted(store, "before", strict=True)
+    key = f"hearth:{{{ANN}}}:holds"
+    await until(lambda: b"before" in network.hosts[1].ask("HKEYS", key), what="the replica has what was granted")
     network.hosts[1].cut()
     await until(lambda: _lags(network), what="the replica lags")
     away = [await granted(store, f"away-{number}", strict=True) for number in range(5)]
@@ -145,7 +147,7 @@ async def promoted_without(network: SentinelNetwork, store: Store) -> int:
         with suppress(redis.ResponseError):
             sentinel.ask("SENTINEL", "FAILOVER", NAME, port=26379)
     await asyncio.to_thread(wait_for, lambda: network.hosts[1].ask("ROLE")[0] == b"master", 60, "host 1 is primary")
-    held = network.hosts[1].ask("HKEYS", f"hearth:{{{ANN}}}:holds")
+    held = network.hosts[1].ask("HKEYS", key)
     assert b"before" in held
     return sum(away) - sum(f"away-{number}".encode() in held for number in range(5) if away[number])
 

@@ -156,9 +156,12 @@ def test_a_model_that_is_added_on_one_host_is_served_by_others_that_fetch_it(
     first.stop()
     assert cluster.call(name), "the machine that fetched it from its peer serves it"
 
-    shown = json.loads(gateway.run("models", "list", "--json"))
-    (notes,) = [model for model in shown if model["name"] == "notes"]
-    assert notes["hosts"]["machine m2"]["state"] == "ready"
+    def is_shown_ready() -> bool:
+        shown = json.loads(gateway.run("models", "list", "--json"))
+        (notes,) = [model for model in shown if model["name"] == "notes"]
+        return notes["hosts"].get("machine m2", {}).get("state") == "ready"
+
+    wait_for(is_shown_ready, WITHIN_S, gateway.run("models", "list"))
     gateway.run("models", "remove", "notes", "--wait")
     with pytest.raises(urllib.error.HTTPError):
         cluster.call("notes")

@@ -2,6 +2,7 @@
 needs root on Linux."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -15,6 +16,7 @@ from typing import Final
 
 from tests.support.lossy_wire import LossyWire, lossy_wire
 
+_NUMBERS: Final = itertools.count()
 _ALL_PROTOCOLS: Final = 0x0003
 _HEADER_BYTES: Final = 14
 
@@ -63,8 +65,9 @@ class NetworkHost:
 def network(folder: Path, hosts: int, *, lossy: Sequence[int] = ()) -> Iterator[list[NetworkHost]]:
     """So many hosts, and this process on the same bridge; those of the numbers `lossy` each behind a wire that can lose
     what passes."""
-    tag = f"h{os.getpid() % 100_000}"
-    net = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
+    own = next(_NUMBERS)  # of a network that has just ended, links may be there for a moment yet
+    tag = f"h{os.getpid() % 10_000}n{own % 100}"
+    net = f"10.{100 + os.getpid() % 100}.{(os.getpid() // 100 + own) % 250}"
     with contextlib.ExitStack() as stack:
         _ip("link", "add", tag, "type", "bridge")
         stack.callback(_ip, "link", "del", tag)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,8 @@ def test_usage_is_drawn_by_day_and_told_to_the_last_request(console: Console) ->
     browser.choose("By", "token")
     browser.find("th", "nightly")
     browser.click("summary", "As a table")
-    assert len(browser.driver.find_elements("css selector", ".plot details tbody tr")) == 30
+    rows_of = partial(browser.driver.find_elements, "css selector", ".plot details tbody tr")
+    wait_for(lambda: len(rows_of()) == 30, what="a row for each day")
     assert "UTC" in browser.body
 
 
