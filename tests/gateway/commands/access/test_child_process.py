@@ -14,7 +14,7 @@ from tests.support.waiting import wait_for
 
 SPEAKS = """
 import sys, warnings
-print('{"time": 1.0, "event": "one", "text": "a"}')
+print('{"time": 1.0, "event": "one", "text": "a"}', flush=True)
 print("plain", file=sys.stderr)
 warnings.warn("a library's warning")
 raise RuntimeError("the end")
