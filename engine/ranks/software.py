@@ -19,7 +19,9 @@ def software_of(device: torch.device) -> dict[str, str]:
     10 ms."""
     versions = {"torch": str(torch.__version__), "CUDA": str(torch.version.cuda), "code": _code_digest(_ENGINE)}
     if device.type == "cuda":
-        versions["driver"] = str(torch._C._cuda_getDriverVersion())  # type: ignore[attr-defined]
+        from cuda.bindings import driver  # only here: torch for CUDA brings it, torch for a CPU does not
+
+        versions["driver"] = str(driver.cuDriverGetVersion()[1])
     return versions
 
 
