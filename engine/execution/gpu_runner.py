@@ -27,6 +27,7 @@ from engine.execution.gpu_sampler import (
     sample_tokens,
 )
 from engine.kernels.host_copy import copy_words
+from engine.kernels.ranks.vocabulary import VocabularyRanks
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.models.config import ModelConfig
@@ -73,6 +74,9 @@ class GpuRunner:
             for _ in range(PIPELINE_DEPTH + 1)
         ]
         self._windows = memory.windows
+        self._shards = None  # of the vocabulary
+        if memory.windows is not None and not config.vectors:
+            self._shards = VocabularyRanks(memory.windows, config.vocabulary)
         self._announcer = announcer
         self._launches = 0
         self._prepared_at = 0.0
@@ -159,7 +163,9 @@ class GpuRunner:
         staged.words.numpy()[: len(words)] = words
         with self._stream.entered():
             self._launch_body(order, staged.words[: len(words)])
-            if order.sampled_rows:
+            if order.sampled_rows and order.whole:
+                self._logits(order.sampled_rows)
+            elif order.sampled_rows:
                 self._follow_head_weights()
                 self._heads.launch(order.sampled_rows, order.head_size)
             staged.mark.set()
@@ -236,10 +242,10 @@ class GpuRunner:
             self._prepare_now_and_then(bodies, rows, len(batch.rows_R) if batch.masked else 0)
             body_size = bodies.captured_size(rows)
         plain = self._config.vectors or SamplingFeatures.of(batch) == TEMPERATURE_ONLY
-        head_size = self._heads.captured_size(len(batch.rows_R)) if plain and not batch.masked else 0
+        head_size = self._heads.captured_size(len(batch.rows_R)) if plain else 0
         shared = self._windows is not None and bool(batch.tokens_T.min() < 0)
         assert not (arriving and body_size)
-        return StepOrder(rows, body_size, len(batch.rows_R), head_size, wide, shared)
+        return StepOrder(rows, body_size, len(batch.rows_R), head_size, wide, shared, not plain)
 
     def _launch_body(self, order: StepOrder, words: Tensor) -> None:
         """Queues the upload and the layers."""
@@ -312,10 +318,12 @@ class GpuRunner:
         self, rows: int, features: SamplingFeatures = TEMPERATURE_ONLY, logits_RV: Tensor | None = None
     ) -> Tensor:
         """Queues the head, where `logits_RV` is not there yet, and the sampling."""
+        if self._shards is not None and features == TEMPERATURE_ONLY:
+            own_RV = self._decoder.head(self._step(rows), own=True)
+            self._shards.draw(self._buffers.words, own_RV, self._buffers.sampled_R[:rows])
+            return own_RV
         if logits_RV is None:
             logits_RV = self._decoder.head(self._step(rows))
-        if self._windows is not None and self._windows.rank:
-            return logits_RV  # rank 0 has all of them
         if self._config.vectors:
             return self._buffers.vectors_RH[:rows].copy_(logits_RV)
         sample_tokens(self._buffers.words, logits_RV, self._buffers.sampled_R[:rows], self._buffers.masks_RW, features)

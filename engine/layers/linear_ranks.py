@@ -75,14 +75,17 @@ class InputShardLinear:
 
 class VocabularyShardHead:
     """A head of which this rank has the rows of its part of the vocabulary. The first rank gets all logits, the others
-    are left with their own."""
+    are left with their own.
+
+    own  gives those of this rank's part alone.
+    """
 
     def __init__(self, own: LogitsLinear, exchange: RankExchange | FusedRankExchange, vocabulary: int) -> None:
-        self._own = own
+        self.own = own
         self._exchange = exchange
         self._vocabulary = vocabulary
         self.bytes = own.bytes
 
     def logits(self, x_TK: Tensor) -> Tensor:
         first = self._exchange.shard.of(self._vocabulary).start
-        return self._exchange.gather_columns(self._own.logits(x_TK), first, self._vocabulary)
+        return self._exchange.gather_columns(self.own.logits(x_TK), first, self._vocabulary)

@@ -9,7 +9,7 @@ from typing import Final
 
 from torch import Tensor
 
-from engine.models.llama import DecoderLayer, DecoderParameters, ForwardStep, ResumedStep
+from engine.models.llama import DecoderLayer, DecoderParameters, ForwardStep, ResumedStep, logits_of
 
 NORMS_BEHIND: Final = ("behind_attention_norm", "behind_mlp_norm")
 
@@ -49,11 +49,11 @@ class GemmaDecoder:
             beat()
         return attended_TW
 
-    def head(self, step: ForwardStep) -> Tensor:
+    def head(self, step: ForwardStep, own: bool = False) -> Tensor:
         last = self._layers[-1]
         added = self._behind_attention(step, last, step.narrow())
-        logits_RV = self.parameters.head.logits(step.add_norm(added, self.parameters.norm, last.behind_mlp_norm))
-        return step.cap(logits_RV)
+        normed_RH = step.add_norm(added, self.parameters.norm, last.behind_mlp_norm)
+        return step.cap(logits_of(self.parameters.head, normed_RH, own))
 
     def _behind_attention(self, step: ForwardStep, layer: GemmaLayer, attended_TW: Tensor) -> Tensor:
         normed = step.add_norm(layer.output(attended_TW), layer.mlp_norm, layer.behind_attention_norm)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.bf12.codec import Bf12Weight
 from engine.kvcache.tensors import KVShape
+from engine.layers.linear_ranks import VocabularyShardHead
 from engine.models.decoder_config import ModelConfig
 
 
@@ -189,14 +190,23 @@ class LlamaDecoder:
             beat()
         return attended_TW
 
-    def head(self, step: ForwardStep) -> Tensor:
-        """The wanted rows' logits, [R, V]: what is left of the last layer is of use to them alone."""
+    def head(self, step: ForwardStep, own: bool = False) -> Tensor:
+        """The wanted rows' logits, [R, V]: what is left of the last layer is of use to them alone. `own`: where the
+        vocabulary is cut, those of this part."""
         added = self._behind_attention(step, self.parameters.layers[-1], step.narrow())
-        return self.parameters.head.logits(step.add_norm(added, self.parameters.norm))
+        return logits_of(self.parameters.head, step.add_norm(added, self.parameters.norm), own)
 
     def _behind_attention(self, step: ForwardStep, layer: DecoderLayer, attended_TW: Tensor) -> Tensor:
         added = layer.output(attended_TW)
         return layer.mlp(step.add_norm(added, layer.mlp_norm), step.count)
+
+
+def logits_of(head: LMHead, normed_RH: Tensor, own: bool) -> Tensor:
+    """What a head makes of the last norm; `own`: where the vocabulary is cut, the logits of this part alone."""
+    if not own:
+        return head.logits(normed_RH)
+    assert isinstance(head, VocabularyShardHead)
+    return head.own.logits(normed_RH)
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: torch.dtype) -> KVShape:

@@ -17,7 +17,7 @@ from engine.step.executor import InflightStep, RunnerOutput
 from engine.step.layout import Int32s
 from engine.step.order import StepOrder
 
-_ORDER: Final = struct.Struct("<6i")
+_ORDER: Final = struct.Struct("<7i")
 
 
 class GpuAnnouncer:
@@ -90,6 +90,6 @@ def pack_order(order: StepOrder, words: Int32s) -> bytes:
 
 
 def unpack_order(payload: bytes) -> tuple[StepOrder, Int32s]:
-    rows, body_size, sampled_rows, head_size, wide, shared = _ORDER.unpack_from(payload)
-    order = StepOrder(rows, body_size, sampled_rows, head_size, bool(wide), bool(shared))
+    rows, body_size, sampled_rows, head_size, wide, shared, whole = _ORDER.unpack_from(payload)
+    order = StepOrder(rows, body_size, sampled_rows, head_size, bool(wide), bool(shared), bool(whole))
     return order, np.frombuffer(payload, np.int32, offset=_ORDER.size)

@@ -12,6 +12,7 @@ class StepOrder(NamedTuple):
 
     wide    it has wide tiles.
     shared  it names tokens of the step before, which rank 0 drew.
+    whole   rank 0 needs all logits: its rows have more than a temperature, and each rank draws from its own otherwise.
     """
 
     rows: int
@@ -20,6 +21,7 @@ class StepOrder(NamedTuple):
     head_size: int
     wide: bool
     shared: bool
+    whole: bool
 
 
 class StepAnnouncer(Protocol):

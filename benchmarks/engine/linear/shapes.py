@@ -55,6 +55,7 @@ def _model(layers: int, hidden: int, qkv: int, attended: int, inner: int, vocabu
 
 MODELS: Final = {
     "llama-3.1-8b": _model(32, 4096, 6144, 4096, 14336, 128256),
+    "llama-3.1-8b-of-2": _model(32, 4096, 3072, 2048, 7168, 64128),  # what one of two ranks has
     "qwen3-8b": _model(36, 4096, 6144, 4096, 12288, 151936),
     "qwen3-14b": _model(40, 5120, 7168, 5120, 17408, 151936),
     "qwen3-0.6b": _model(28, 1024, 4096, 2048, 3072, 151936),

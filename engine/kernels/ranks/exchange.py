@@ -27,14 +27,17 @@ from torch import Tensor
 
 from engine.kernels.pdl import release, supports_pdl, wait
 
-PROGRAMS: Final = 128  # fewer than the multiprocessors of any GPU that has peers
+PROGRAMS: Final = 256  # at most; two of them run on a multiprocessor at once
 RANKS_MAX: Final = 16
-HEAD_BYTES: Final = 64 << 10
-ONE_SHOT_BYTES: Final = 512 << 10  # of all rows: above it each row is summed by one rank, and handed to all
+HEAD_BYTES: Final = 128 << 10
+ONE_SHOT_BYTES: Final = 512 << 10  # of all rows of more than two ranks: above it one of them sums a row, for all
 _STATE: Final = 2 * RANKS_MAX * PROGRAMS  # words before the epoch
 _ABORT: Final = _STATE + 2
 _COLUMNS: Final = 2048
 _WARPS: Final = 16
+_REGISTERS: Final = 64  # of a thread, so that two programs of so many warps fit into a multiprocessor
+_FEW_ROWS: Final = 128  # a program each, with all registers that it wants
+_AT_ONCE: Final = 2  # of a program's rows, where it has many
 _PER_LAUNCH: Final = ["rank", "rows", "count"]  # one kernel serves all ranks and any number of rows
 
 _SLOTS = tl.constexpr(PROGRAMS)
@@ -42,6 +45,7 @@ _SOURCES = tl.constexpr(RANKS_MAX)
 _EPOCH = tl.constexpr(_STATE)
 _STOP = tl.constexpr(_ABORT)
 _LOOKS = tl.constexpr(64)  # for a flag, to one for the abort word
+_RUNS = tl.constexpr(1 << 16)  # flags of one epoch: more than a program has runs of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +80,17 @@ class RankWindows:
 
 
 @triton.jit
-def _signal(words, window, rank, phase, epoch, W: tl.constexpr):
+def _signal(words, window, rank, phase, value, W: tl.constexpr):
     """Tells this program of all other ranks that what it wrote for them is there."""
     tl.debug_barrier()
     place = (phase * _SOURCES + rank) * _SLOTS + tl.program_id(0)
     for peer in tl.static_range(W):
         if peer != rank:
-            tl.atomic_xchg(words + peer * window + place, epoch, sem="release", scope="sys")
+            tl.atomic_xchg(words + peer * window + place, value, sem="release", scope="sys")
 
 
 @triton.jit
-def _await(words, window, rank, phase, epoch, W: tl.constexpr):
+def _await(words, window, rank, phase, value, W: tl.constexpr):
     """Waits until this program of all other ranks has told so, or the abort word is set."""
     own = words + rank * window
     for peer in tl.static_range(W):
@@ -94,13 +98,13 @@ def _await(words, window, rank, phase, epoch, W: tl.constexpr):
             flag = own + (phase * _SOURCES + peer) * _SLOTS + tl.program_id(0)
             there = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
             looks = 0
-            while there < epoch:
+            while there < value:
                 there = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # compiled to a load
                 looks += 1
                 if looks % _LOOKS == 0:
                     stopped = tl.atomic_add(own + _STOP, 0, sem="acquire", scope="sys")
                     if stopped != 0:
-                        there = epoch
+                        there = value
     tl.debug_barrier()
 
 
@@ -110,12 +114,13 @@ def _begin(words, window, rank):
 
 
 @triton.jit
-def _finish(words, window, rank, epoch):
-    """The last program to come here ends the epoch for the next kernel."""
+def _count_in(words, window, rank, epoch):
+    """The last program that has read the epoch ends it for the next kernel: while others are waited for, it costs
+    nothing."""
     tl.debug_barrier()
     state = words + rank * window + _EPOCH
-    finished = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
-    if finished == tl.num_programs(0) - 1:
+    counted = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
+    if counted == tl.num_programs(0) - 1:
         tl.atomic_xchg(state + 1, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(state, epoch, sem="release", scope="gpu")
 
@@ -130,11 +135,15 @@ def _own(parts, row, part_stride, hidden, columns, inside, P: tl.constexpr):
 
 
 @triton.jit
-def _received(source, stride, columns, inside, W: tl.constexpr):
-    """The sum of what all ranks sent, in their order, whoever adds it up."""
-    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-    for peer in tl.static_range(1, W):
-        x += tl.load(source + peer * stride + columns, mask=inside, other=0.0).to(tl.float32)
+def _received(own, source, stride, columns, inside, rank, W: tl.constexpr):
+    """The sum of `own` and of what all other ranks sent, in the ranks' order, whoever adds it up."""
+    x = tl.zeros(own.shape, tl.float32)
+    for peer in tl.static_range(W):
+        if peer == rank:
+            x += own
+        else:
+            place = source + (peer - (rank < peer).to(tl.int32)) * stride
+            x += tl.load(place + columns, mask=inside, other=0.0).to(tl.float32)
     return x
 
 
@@ -151,30 +160,66 @@ def _normed(
     tl.store(out + offset + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _send_rows(
+    inbox, parts, first, rows, rank, hidden, part_stride, data_window, columns, inside, P: tl.constexpr,
+    W: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes AT_ONCE of this program's rows, the first of which is `first`, to all other ranks."""
+    for index in tl.static_range(AT_ONCE):
+        row = first + index * tl.num_programs(0)
+        if row < rows:
+            x = _own(parts, row, part_stride, hidden, columns, inside, P).to(inbox.dtype.element_ty)
+            for peer in tl.static_range(W):
+                if peer != rank:
+                    place = ((rank - (rank > peer).to(tl.int32)) * rows + row) * hidden
+                    tl.store(inbox + peer * data_window + place + columns, x, mask=inside)
+
+
 @triton.jit(do_not_specialize=_PER_LAUNCH)
 def _sum_one_shot(
     total, parts, weight, behind, out, words, data, rank, rows, hidden, part_stride, epsilon, window, data_window,
     data_first, half, P: tl.constexpr, W: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Each rank sends its rows to all others, and each adds up all of them."""
+    """Each rank sends its rows to all others, and each adds up all of them: AT_ONCE rows of a program are on their way
+    while those before are added up."""
     release()
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     wait()
     epoch = _begin(words, window, rank)
     inbox = data + data_first + (epoch % 2) * half
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
-        x = _own(parts, row, part_stride, hidden, columns, inside, P).to(data.dtype.element_ty)
-        place = (rank * rows + row) * hidden
-        for peer in tl.static_range(W):
-            tl.store(inbox + peer * data_window + place + columns, x, mask=inside)
-    _signal(words, window, rank, 0, epoch, W)
-    _await(words, window, rank, 0, epoch, W)
-    own = inbox + rank * data_window
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
-        x = _received(own + row * hidden, rows * hidden, columns, inside, W)
-        _normed(x, total, weight, behind, out, row, hidden, columns, inside, epsilon, BEHIND)
-    _finish(words, window, rank, epoch)
+    own_inbox = inbox + rank * data_window
+    first, stride = tl.program_id(0), AT_ONCE * tl.num_programs(0)
+    value = epoch * _RUNS
+    _send_rows(inbox, parts, first, rows, rank, hidden, part_stride, data_window, columns, inside, P, W, AT_ONCE)
+    _signal(words, window, rank, 0, value, W)
+    _count_in(words, window, rank, epoch)
+    for begin in tl.range(first, rows, stride, num_stages=1):
+        if begin + stride < rows:
+            _send_rows(
+                inbox, parts, begin + stride, rows, rank, hidden, part_stride, data_window, columns, inside, P, W,
+                AT_ONCE,
+            )  # fmt: skip
+            _signal(words, window, rank, 0, value + 1, W)
+        _await(words, window, rank, 0, value, W)
+        value += 1
+        for index in tl.static_range(AT_ONCE):
+            row = begin + index * tl.num_programs(0)
+            if row < rows:
+                x = _own(parts, row, part_stride, hidden, columns, inside, P).to(inbox.dtype.element_ty).to(tl.float32)
+                x = _received(x, own_inbox + row * hidden, rows * hidden, columns, inside, rank, W)
+                _normed(x, total, weight, behind, out, row, hidden, columns, inside, epsilon, BEHIND)
+
+
+@triton.jit
+def _all_received(source, stride, columns, inside, W: tl.constexpr):
+    """The sum of what all ranks sent, the own too, in their order."""
+    x = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
+    for peer in tl.static_range(1, W):
+        x += tl.load(source + peer * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit(do_not_specialize=_PER_LAUNCH)
@@ -200,23 +245,23 @@ def _sum_two_shot(
             if row < rows:
                 x = _own(parts, row, part_stride, hidden, columns, inside, P).to(data.dtype.element_ty)
                 tl.store(inbox + owner * data_window + place + columns, x, mask=inside)
-    _signal(words, window, rank, 0, epoch, W)
-    _await(words, window, rank, 0, epoch, W)
+    _signal(words, window, rank, 0, epoch * _RUNS, W)
+    _count_in(words, window, rank, epoch)
+    _await(words, window, rank, 0, epoch * _RUNS, W)
     for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=1):
         row = group * W + rank
         if row < rows:
-            x = _received(own + group * hidden, groups * hidden, columns, inside, W).to(data.dtype.element_ty)
+            x = _all_received(own + group * hidden, groups * hidden, columns, inside, W).to(data.dtype.element_ty)
             for peer in tl.static_range(W):
                 tl.store(sums + peer * data_window + row * hidden + columns, x, mask=inside)
-    _signal(words, window, rank, 1, epoch, W)
-    _await(words, window, rank, 1, epoch, W)
+    _signal(words, window, rank, 1, epoch * _RUNS, W)
+    _await(words, window, rank, 1, epoch * _RUNS, W)
     for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=1):
         for member in tl.static_range(W):
             row = group * W + member
             if row < rows:
                 x = tl.load(sums + rank * data_window + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
                 _normed(x, total, weight, behind, out, row, hidden, columns, inside, epsilon, BEHIND)
-    _finish(words, window, rank, epoch)
 
 
 @triton.jit(do_not_specialize=_PER_LAUNCH)
@@ -238,8 +283,9 @@ def _gather_columns(
             tl.store(whole + tl.cast(row, tl.int64) * vocabulary + first + columns, x, mask=columns < count)
         else:
             tl.store(inbox + (rank * rows + row) * width + columns, x, mask=columns < count)
-    _signal(words, window, rank, 0, epoch, W)
-    _await(words, window, rank, 0, epoch, W)
+    _signal(words, window, rank, 0, epoch * _RUNS, W)
+    _count_in(words, window, rank, epoch)
+    _await(words, window, rank, 0, epoch * _RUNS, W)
     if rank == 0:
         for item in tl.range(tl.program_id(0), rows * blocks, tl.num_programs(0), num_stages=1):
             row, columns = item // blocks, (item % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -248,7 +294,6 @@ def _gather_columns(
                 inside = columns < tl.load(first_columns + peer + 1) - start
                 x = tl.load(inbox + (peer * rows + row) * width + columns, mask=inside)
                 tl.store(whole + tl.cast(row, tl.int64) * vocabulary + start + columns, x, mask=inside)
-    _finish(words, window, rank, epoch)
 
 
 @triton.jit(do_not_specialize=_PER_LAUNCH)
@@ -262,12 +307,12 @@ def _share_tokens(tokens, words, data, rank, count, window, data_window, data_fi
         x = tl.load(tokens + rows, mask=rows < count)
         for peer in tl.static_range(1, W):
             tl.store(inbox + peer * data_window + rows, x, mask=rows < count)
-    _signal(words, window, rank, 0, epoch, W)
-    _await(words, window, rank, 0, epoch, W)
+    _signal(words, window, rank, 0, epoch * _RUNS, W)
+    _count_in(words, window, rank, epoch)
+    _await(words, window, rank, 0, epoch * _RUNS, W)
     if rank != 0:
         x = tl.load(inbox + rank * data_window + rows, mask=rows < count)
         tl.store(tokens + rows, x, mask=rows < count)
-    _finish(words, window, rank, epoch)
 
 
 def add_norm_ranks(
@@ -285,17 +330,30 @@ def add_norm_ranks(
     for each in (sum_TH, weight_H, out_TH):
         assert each.is_contiguous()
     row_bytes, ranks = hidden * out_TH.itemsize, windows.ranks
-    one_shot = rows * row_bytes <= min(ONE_SHOT_BYTES, windows.half_bytes // ranks)
-    kernel, run = (_sum_one_shot, rows) if one_shot else (_sum_two_shot, _run_rows(windows, row_bytes))
+    run = windows.half_bytes // ((ranks - 1) * row_bytes)
+    assert run > 0, "windows that hold no row"
+    one_shot = ranks == 2 or (rows <= run and rows * row_bytes <= ONE_SHOT_BYTES)
+    if not one_shot:
+        run = _run_rows(windows, row_bytes)
+    most = max_programs(sum_TH.device)
     for first in range(0, rows, run):
         count = min(run, rows - first)
-        programs = min(PROGRAMS, count if one_shot else -(-count // ranks))
-        kernel[(programs,)](
+        programs = min(most, count if one_shot else -(-count // ranks))
+        options = {"AT_ONCE": 1 if count <= 2 * most else _AT_ONCE} if one_shot else {}
+        (_sum_one_shot if one_shot else _sum_two_shot)[(programs,)](
             sum_TH[first:], parts_PTH[:, first:], weight_H, behind_H, out_TH[first:], *_windows(windows, out_TH.dtype),
             windows.rank, count, hidden, parts_PTH.stride(0), epsilon, *_places(windows, out_TH.itemsize),
-            P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden),
-            num_warps=_WARPS, launch_pdl=supports_pdl(sum_TH.device),
+            P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden), **options,
+            num_warps=_WARPS, maxnreg=_REGISTERS if programs > _FEW_ROWS else None,
+            launch_pdl=supports_pdl(sum_TH.device),
         )  # fmt: skip
+
+
+def max_programs(device: torch.device) -> int:
+    """How many programs of an exchange a device certainly runs at once."""
+    if device.type != "cuda":
+        return PROGRAMS
+    return min(PROGRAMS, 2 * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def gather_columns(windows: RankWindows, own_RV: Tensor, firsts_W1: Tensor, first_columns: list[int]) -> Tensor:
@@ -312,10 +370,11 @@ def gather_columns(windows: RankWindows, own_RV: Tensor, firsts_W1: Tensor, firs
     assert run > 0, "windows that hold no row of the logits"
     for first in range(0, rows, run):
         part = min(run, rows - first)
-        programs = min(PROGRAMS, part * triton.cdiv(width, _COLUMNS))
+        programs = min(max_programs(own_RV.device), part * triton.cdiv(width, _COLUMNS))
         _gather_columns[(programs,)](
             own_RV[first:], whole_RV[first:], *_windows(windows, own_RV.dtype), rank, part, width, firsts_W1,
             vocabulary, *_places(windows, own_RV.itemsize), W=windows.ranks, BLOCK=_COLUMNS, num_warps=8,
+            maxnreg=2 * _REGISTERS,
             launch_pdl=supports_pdl(own_RV.device),
         )  # fmt: skip
     return whole_RV

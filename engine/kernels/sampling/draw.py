@@ -77,14 +77,17 @@ def _noise(key, ids):
 
 @triton.jit
 def _draw_chunk(
-    step, logits, cuts, lasts, scores, ids, V, chunks, FILTERED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+    step, logits, cuts, lasts, best, V, first, chunks, FILTERED: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A chunk's greatest score and, in the low half of the same word, its id; −1 where a logit is not finite. The
+    logits' first id is `first`.""" 
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     if row < tl.load(step + SAMPLED):
         scale = sampling_scale(step, row)
         key = _key(step, row)
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
+        most = tl.full([BLOCK], float("-inf"), tl.float32)
         best_id = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
         greatest = tl.full([BLOCK], float("-inf"), tl.float32)
         for start in range(chunk * CHUNK, min(chunk * CHUNK + CHUNK, V), BLOCK):
@@ -98,26 +101,27 @@ def _draw_chunk(
                     kept = (x > cut) | ((x == cut) & (at <= tl.load(lasts + row)))
                     score = tl.full([BLOCK], float("-inf"), tl.float32)
                     if tl.max(kept.to(tl.int32), 0) > 0:
-                        score = tl.where(kept, x * scale + _noise(key, at), float("-inf"))
+                        score = tl.where(kept, x * scale + _noise(key, first + at), float("-inf"))
                 else:
-                    score = x * scale + _noise(key, at)
-            better = score > best  # the lower id of equal ones, which came first
-            best = tl.where(better, score, best)
-            best_id = tl.where(better, at, best_id)
-        top = tl.max(best, 0)
-        found = tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0)
+                    score = x * scale + _noise(key, first + at)
+            better = score > most  # the lower id of equal ones, which came first
+            most = tl.where(better, score, most)
+            best_id = tl.where(better, first + at, best_id)
+        top = tl.max(most, 0)
+        found = tl.min(tl.where(most == top, best_id, 0x7FFFFFFF), 0)
         unsound = tl.max((greatest < float("inf")).to(tl.int32) ^ 1, 0)  # NaN or +inf
-        tl.store(scores + row * chunks + chunk, top)
-        tl.store(ids + row * chunks + chunk, tl.where(unsound > 0, -1, found))
+        id_ = tl.where(unsound > 0, -1, found).to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.store(best + row * chunks + chunk, (top.to(tl.int32, bitcast=True).to(tl.int64) << 32) | id_)
 
 
 @triton.jit
-def _draw_row(step, scores, ids, tokens, chunks, BLOCK: tl.constexpr):
+def _draw_row(step, best, tokens, chunks, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     if row < tl.load(step + SAMPLED):
         chunk = tl.arange(0, BLOCK)
-        score = tl.load(scores + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
-        id_ = tl.load(ids + row * chunks + chunk, mask=chunk < chunks, other=0x7FFFFFFF)
+        pair = tl.load(best + row * chunks + chunk, mask=chunk < chunks, other=0)
+        score = tl.where(chunk < chunks, (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True), float("-inf"))
+        id_ = tl.where(chunk < chunks, pair.to(tl.int32), 0x7FFFFFFF)
         top = tl.max(score, 0)
         token = tl.min(tl.where(score == top, id_, 0x7FFFFFFF), 0)
         tl.store(tokens + row, tl.where((tl.min(id_, 0) < 0) | (top == float("-inf")), -1, token))
@@ -192,19 +196,35 @@ def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cutoffs: tuple[Tenso
 
     Reads float32, bfloat16 or float16 logits once. Greedy rows (temperature 0) take the greatest logit.
     """
+    choose(step, draw_chunks(step, logits_RV, cutoffs), tokens_R)
+
+
+def draw_chunks(
+    step: Tensor, logits_RV: Tensor, cutoffs: tuple[Tensor, Tensor] | None = None, first: int = 0
+) -> Tensor:
+    """The best of each chunk of the vocabulary, int64 [R, C], for `choose`. Of a vocabulary that is cut, the logits
+    are those from `first` on, and have no cutoffs."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
-    assert tokens_R.dtype == torch.int32
+    assert cutoffs is None or not first
     chunks = triton.cdiv(vocabulary, CHUNK)
-    scores_RC = torch.empty(rows, chunks, device=logits_RV.device)
-    ids_RC = torch.empty(rows, chunks, dtype=torch.int32, device=logits_RV.device)
-    cuts_R, lasts_R = cutoffs or (ids_RC, ids_RC)
+    best_RC = torch.empty(rows, chunks, dtype=torch.int64, device=logits_RV.device)
+    cuts_R, lasts_R = cutoffs or (best_RC, best_RC)
     block = min(2048, triton.next_power_of_2(vocabulary))
     _draw_chunk[rows, chunks](
-        step, logits_RV, cuts_R, lasts_R, scores_RC, ids_RC, vocabulary, chunks, FILTERED=cutoffs is not None,
+        step, logits_RV, cuts_R, lasts_R, best_RC, vocabulary, first, chunks, FILTERED=cutoffs is not None,
         CHUNK=CHUNK, BLOCK=block, num_warps=8,
     )  # fmt: skip
-    _draw_row[(rows,)](step, scores_RC, ids_RC, tokens_R, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
+    return best_RC
+
+
+def choose(step: Tensor, best_RC: Tensor, tokens_R: Tensor) -> None:
+    """Chooses each row's token among the best of all chunks."""
+    rows, chunks = best_RC.shape
+    assert best_RC.dtype == torch.int64
+    assert best_RC.is_contiguous()
+    assert tokens_R.dtype == torch.int32
+    _draw_row[(rows,)](step, best_RC, tokens_R, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1)
 
 
 def add_biases(step: Tensor, logits_RV: Tensor) -> None:

@@ -362,7 +362,7 @@ def test_a_gpu_that_somebody_took_is_named_before_a_weight_is_read(
 
 
 def test_orders_come_as_they_were_sent() -> None:
-    order, words = StepOrder(7, 8, 2, 0, True, False), np.arange(5, dtype=np.int32)
+    order, words = StepOrder(7, 8, 2, 0, True, False, True), np.arange(5, dtype=np.int32)
     taken, unpacked = unpack_order(pack_order(order, words))
     assert taken == order
     assert unpacked.tolist() == words.tolist()

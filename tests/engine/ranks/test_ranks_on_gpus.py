@@ -48,10 +48,10 @@ def opened(folder: str, gpus: int) -> tuple[LoadedModel, Ranks | None]:
 
 def answers(folder: str, gpus: int) -> None:
     """Prints tokens and log probabilities of all steps."""
-    from tests.engine.ranks.test_gpu_ranks import life
-
     with inference_mode():
         model, _ = opened(folder, gpus)
+        from tests.engine.ranks.test_gpu_ranks import life  # behind the fork: it asks for a GPU
+
         with closing(model):
             outputs = [life(model.executor, model.memories, model.sleeper) for _ in range(3)]
             while model.executor.warm_up():

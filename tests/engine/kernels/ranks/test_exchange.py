@@ -99,8 +99,7 @@ def summed(
     return on_all(len(each), torch.empty(2, *given[-1]["sum_TH"].shape), run)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize(("ranks", "two_shot"), [(2, False), (3, False), (3, True), (4, True)])
 def test_all_ranks_get_the_bits_of_one_sum(ranks: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if two_shot:
         monkeypatch.setattr(rank_exchange, "ONE_SHOT_BYTES", 0)
@@ -116,18 +115,19 @@ def test_what_is_sent_is_rounded_as_the_model_is_and_may_be_normed_before_it_is_
 ) -> None:
     if two_shot:
         monkeypatch.setattr(rank_exchange, "ONE_SHOT_BYTES", 0)
-    given = made(2, rows=3, parts=1)
-    results = summed(windows(2), [given], torch.float16, behind=True)  # the interpreter cuts bfloat16 off
-    assert torch.equal(results[0], results[1])
+    given = made(3, rows=4, parts=1)
+    results = summed(windows(3), [given], torch.float16, behind=True)  # the interpreter cuts bfloat16 off
+    assert torch.equal(results[0], results[2])
     wanted = expected(given, torch.float16, two_shot, behind=True)
     torch.testing.assert_close(results[0][0], wanted[0])
     torch.testing.assert_close(results[0][1], wanted[1].half().float(), rtol=2e-3, atol=2e-3)
 
 
-def test_exchanges_of_all_sizes_follow_one_another_in_both_halves() -> None:
-    """Windows that hold 4 rows of both ranks; up to 9 rows go in runs."""
-    each = windows(2, half_bytes=8 * HIDDEN * 4)
-    given = [made(2, rows, seed=seed) for seed, rows in enumerate((1, 9, 2, 4, 8, 5, 3, 9, 1))]
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges_of_all_sizes_follow_one_another_in_both_halves(ranks: int) -> None:
+    """Windows that hold 4 rows of each other rank, and fewer where rows are sent on; up to 9 rows go in runs."""
+    each = windows(ranks, half_bytes=4 * (ranks - 1) * HIDDEN * 4)
+    given = [made(ranks, rows, seed=seed) for seed, rows in enumerate((1, 9, 2, 4, 8, 5, 3, 9, 1))]
     results = summed(each, given)
     assert torch.equal(results[0], results[1])
     torch.testing.assert_close(results[0], expected(given[-1], torch.float32, two_shot=False))
@@ -150,8 +150,8 @@ def test_epochs_pass_what_32_bits_hold(epoch: int) -> None:
 
 
 def test_programs_that_were_not_used_for_long_wait_for_the_present_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_exchange, "PROGRAMS", 3)  # rows go round among three programs
-    given = [made(2, rows, seed=seed) for seed, rows in enumerate((7, 1, 1, 1, 7))]
+    monkeypatch.setattr(rank_exchange, "PROGRAMS", 3)  # rows go round among three programs, several at once
+    given = [made(2, rows, seed=seed) for seed, rows in enumerate((16, 1, 1, 1, 7, 5))]
     results = summed(windows(2), given)
     assert torch.equal(results[0], results[1])
     torch.testing.assert_close(results[0], expected(given[-1], torch.float32, two_shot=False))
@@ -202,10 +202,10 @@ def test_kernels_compile_for_a_gpu_with_flags_that_order_memory_between_devices(
     program = "from tests.engine.kernels.ranks.test_exchange import compiled; compiled()"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    phases = {"_sum_one_shot": 1, "_sum_two_shot": 2, "_gather_columns": 1, "_share_tokens": 1}
+    signals = {"_sum_one_shot": (2, 1), "_sum_two_shot": (2, 2), "_gather_columns": (1, 1), "_share_tokens": (1, 1)}
     assert said.stdout.splitlines() == [
-        f"{kernel} {count} releases, {6 * count} acquires"  # once, in a loop, and of the abort word
-        for kernel, count in phases.items()
+        f"{kernel} {raised} releases, {6 * awaited} acquires"  # once, in a loop, and of the abort word
+        for kernel, (raised, awaited) in signals.items()
     ]
 
 
@@ -221,7 +221,7 @@ def compiled() -> None:
     shares = {"tokens": "*i32", "count": "i32", "data": "*i32"}
     summing = {"behind": None, "P": 2, "W": 2, "BEHIND": False, "BLOCK": 4096}
     for kernel, types, constants in (
-        (rank_exchange._sum_one_shot, sums, summing),
+        (rank_exchange._sum_one_shot, sums, {**summing, "AT_ONCE": 2}),
         (rank_exchange._sum_two_shot, sums, summing),
         (rank_exchange._gather_columns, gathers, {"W": 2, "BLOCK": 2048}),
         (rank_exchange._share_tokens, shares, {"W": 2, "BLOCK": 512}),
