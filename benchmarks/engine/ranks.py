@@ -1,10 +1,11 @@
 """One model on several GPUs of a host: exchanges beside NCCL, steps, first tokens and wakes, all rows in one call.
 
-    python -m benchmarks.engine.ranks [--gpus 2] [--part exchange|engine|wake]
+    python -m benchmarks.engine.ranks [--gpus 2] [--part exchange|engine|large|mixture|wake]
 
 Each part is a process of its own, since ranks are forked before a driver is touched. Rows are called tp2-…, for as many
-GPUs as there are; Llama-3.1-8B's geometry with random weights. `bound` is what issue and arithmetic allow, the peer's
-figures are vLLM 0.24.0's on the same kind of machine.
+GPUs as there are; Llama-3.1-8B's geometry with random weights, Qwen3-32B's beside the same on one GPU (large), and
+Llama 4 Scout's text (mixture, scout-…). `bound` is what issue and arithmetic allow, the peer's figures are vLLM
+0.24.0's on the same kind of machine.
 """
 
 import argparse
@@ -15,9 +16,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed
@@ -39,6 +40,19 @@ SHAPES: Final = {
     "decode-1": (2.75, "vLLM 3.51"), "decode-64": (3.8, "vLLM 4.44"), "decode-256": (7.6, "vLLM 8.5"),
     "prefix-256": (8.0, "vLLM 16.4"), "ttft-8192": (118.0, "vLLM 130"),
 }  # fmt: skip
+LARGE: Final = "qwen3-32b"
+LARGE_GAINS: Final = {2: 1.70, 4: 2.7}
+# Scout's shapes: the row, its unit, how it comes of milliseconds, what two GPUs are to give, and vLLM's figure there.
+MIXTURE: Final[dict[str, tuple[str, str, Callable[[float], float], float, str | None]]] = {
+    "kv": ("scout-kv-gib", "GiB", float, 73.0, "vLLM 56.9"),
+    **{
+        f"decode-{rows}": (f"scout-decode-{rows}", "tok/s", lambda ms, rows=rows: 1e3 * rows / ms, least, peer)
+        for rows, least, peer in ((1, 185.0, "vLLM 55"), (64, 2000.0, "vLLM 2,032"), (256, 6300.0, "vLLM 6,475"))
+    },
+    "prefix-256": ("scout-prefix-256", "ms", float, 35.0, "vLLM 52.2"),
+    "ttft-1024": ("scout-ttft-1024", "ms", float, 45.0, "vLLM 110"),
+    "ttft-8192": ("scout-prefill-8192", "tok/s", lambda ms: 8192e3 / ms, 33000.0, "vLLM 24,300"),
+}  # fmt: skip
 WAKE_BOUND_S: Final = 0.22
 MODEL: Final = "llama-3.1-8b"
 
@@ -46,11 +60,13 @@ MODEL: Final = "llama-3.1-8b"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--part", choices=("exchange", "engine", "wake"))
+    parser.add_argument("--part", choices=("exchange", "engine", "large", "mixture", "wake"))
     options = parser.parse_args()
     parts: dict[str, Callable[[int], None]] = {
         "exchange": measure_exchanges,
         "engine": measure_steps,
+        "large": measure_large,
+        "mixture": measure_mixture,
         "wake": measure_wake,
     }
     if options.part:
@@ -165,14 +181,31 @@ def _graph_us(run: Callable[[], None]) -> float:
 
 
 def measure_steps(gpus: int) -> None:
-    """The engine's own shapes, as `hearth bench` measures them."""
+    for shape, row in _benched(MODEL, gpus, SHAPES).items():
+        bound, peer = SHAPES.get(shape, (None, None)) if gpus == 2 else (None, None)
+        record("ranks", f"tp{gpus}-{shape}", row["value"], row["unit"], bound=bound, peer=peer)
+
+
+def measure_large(gpus: int) -> None:
+    """How much sooner a step of one sequence is than on one GPU."""
+    one, all_ = (_benched(LARGE, count, ("decode-1",))["decode-1"]["value"] for count in (1, gpus))
+    record("ranks", f"tp{gpus}-32b-decode-1", all_, "ms")
+    record("ranks", f"tp{gpus}-32b-gain", round(one / all_, 3), "x", bound=LARGE_GAINS.get(gpus))
+
+
+def measure_mixture(gpus: int) -> None:
+    for shape, row in _benched("scout", gpus, MIXTURE).items():
+        name, unit, figure, bound, peer = MIXTURE[shape]
+        record("ranks", name, round(figure(row["value"]), 2), unit, bound=bound, peer=peer)
+
+
+def _benched(model: str, gpus: int, shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The rows of the engine's own shapes, as `python -m engine.bench` measures them."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "engine.bench", "--model", MODEL, "--gpus", str(gpus)]
-        subprocess.run([*command, "--shapes", ",".join(SHAPES), "--json", str(rows), "--verbose"], check=True)
-        for row in json.loads(rows.read_text()):
-            bound, peer = SHAPES.get(row["shape"], (None, None)) if gpus == 2 else (None, None)
-            record("ranks", f"tp{gpus}-{row['shape']}", row["value"], row["unit"], bound=bound, peer=peer)
+        command = [sys.executable, "-m", "engine.bench", "--model", model, "--gpus", str(gpus), "--verbose"]
+        subprocess.run([*command, "--shapes", ",".join(shapes), "--json", str(rows)], check=True)
+        return {row["shape"].removeprefix(f"{model}-").removeprefix(f"{model} "): row for row in json.loads(rows.read_text())}
 
 
 def measure_wake(gpus: int) -> None:

@@ -40,6 +40,7 @@ GEOMETRIES: Final[dict[str, dict[str, Any]]] = {
     "qwen3-0.6b": {**_QWEN3, **_sizes(1024, 3072, 28, 16, 8, 40960, tied=True)},
     "qwen3-8b": {**_QWEN3, **_sizes(4096, 12288, 36, 32, 8, 40960)},
     "qwen3-14b": {**_QWEN3, **_sizes(5120, 17408, 40, 40, 8, 40960)},
+    "qwen3-32b": {**_QWEN3, **_sizes(5120, 25600, 64, 64, 8, 40960)},
     "mistral-7b": {
         **_sizes(4096, 14336, 32, 32, 8, 32768),
         "architectures": ["MistralForCausalLM"],

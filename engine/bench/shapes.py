@@ -270,6 +270,12 @@ def _gaps_under_prefill(engine: BenchEngine, bound: RooflineBound, sizes: Worklo
     return [ShapeResult("itl-p99-under-prefill", statistics.quantiles(gaps, n=100)[98], "ms")]
 
 
+def _kv(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
+    """What is left for KV beside weights, workspace and graphs, of all GPUs."""
+    model = engine.model
+    return [ShapeResult("kv", model.report.kv_bytes * model.devices / (1 << 30), "GiB")]
+
+
 def _host(engine: BenchEngine, bound: RooflineBound, sizes: WorkloadSizes) -> list[ShapeResult]:
     """What the host does in a step of 64 and what the device waits in between: all but its waits for landings."""
     count = sizes.scaled(64)
@@ -355,5 +361,6 @@ SHAPES: Final[dict[str, BenchShape]] = {
     "itl-p99-under-prefill": BenchShape("gaps of 32 streams while prompts of 8,192 come", _gaps_under_prefill),
     "grammar-32": BenchShape("32 sampled sequences kept to 4 KB schemas: a step, its cost", partial(_grammar, 32)),
     "grammar-128": BenchShape("128 of them, four to a schema", partial(_grammar, 128)),
+    "kv": BenchShape("what is left for KV on all GPUs", _kv, among_all=False),
     "host": BenchShape("64 sequences: the host's work in a step, and the share in which the device is idle", _host),
 }

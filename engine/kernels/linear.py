@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.pdl import release, supports_pdl, wait
-from engine.kernels.prefetch import prefetch, runs_of
 
 LINEAR_ROWS_MAX = 128  # of the kernels here
 
@@ -53,17 +52,6 @@ def _weights(w, outputs, inputs, N, K, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(w, outputs, first_input, N, K, GATED: tl.constexpr, RUNS: tl.constexpr, BYTES: tl.constexpr):
-    """Fetches what a program reads first, RUNS of so many bytes of each of its outputs, before it has rows."""
-    numbers: tl.constexpr = BYTES // (w.dtype.element_ty.primitive_bitwidth // 8)
-    at = w + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K + first_input
-    at += tl.arange(0, RUNS)[None, :] * numbers
-    prefetch(at, BYTES)
-    if GATED:
-        prefetch(at + N.to(tl.int64) * K, BYTES)
-
-
-@triton.jit
 def _row(x, inputs, K, MASKED: tl.constexpr):
     values = tl.load(x + inputs, mask=inputs < K, other=0.0) if MASKED else tl.load(x + inputs)
     return values.to(tl.float32)[None, :]
@@ -78,13 +66,12 @@ def _rows(x, rows, inputs, T, K, MASKED: tl.constexpr):
 @triton.jit(do_not_specialize=["parts"])
 def _multiply_row(
     x, w, out, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr, RUN_BYTES: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    wait()
     part = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     blocks = tl.cdiv(K, BLOCK_K)
-    _fetch_ahead(w, outputs, part * blocks // parts * BLOCK_K, N, K, GATED, RUNS, RUN_BYTES)
-    wait()
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for block in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=STAGES):
@@ -103,17 +90,15 @@ def _multiply_row(
 @triton.jit(do_not_specialize=["T", "parts"])
 def _multiply_rows(
     x, x_scales, w, w_scales, out, T, N, K, parts, GATED: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, RUNS: tl.constexpr,
-    RUN_BYTES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tensor cores add up products of 8 bits in fewer bits than float32 has: only those of 128 inputs at a time."""
     IMPRECISE: tl.constexpr = 128 if SCALED else None
+    wait()
     part = tl.program_id(1)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.arange(0, BLOCK_T)
     blocks = tl.cdiv(K, BLOCK_K)
-    _fetch_ahead(w, outputs, part * blocks // parts * BLOCK_K, N, K, GATED, RUNS, RUN_BYTES)
-    wait()
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for block in tl.range(part * blocks // parts, (part + 1) * blocks // parts, num_stages=STAGES):
@@ -170,13 +155,11 @@ def _launch(
     assert weight_NK.is_contiguous()
     masked = bool(outputs % tiling.block_n or inputs % tiling.block_k)
     grid = (triton.cdiv(outputs, tiling.block_n), tiling.parts)
-    part_bytes = inputs // tiling.block_k // tiling.parts * tiling.block_k * weight_NK.itemsize
-    runs, run_bytes = runs_of(part_bytes, tiling.block_n, 32 * tiling.warps, 1 + gated)
     if rows == 1 and scales is None:
         _multiply_row[grid](
             x_TK, weight_NK, out, outputs, inputs, tiling.parts, GATED=gated, MASKED=masked,
-            BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, RUNS=runs,
-            RUN_BYTES=run_bytes, num_warps=tiling.warps, launch_pdl=supports_pdl(x_TK.device),
+            BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
+            launch_pdl=supports_pdl(x_TK.device),
         )  # fmt: skip
         return
     row_scales, weight_scales = (x_TK, x_TK) if scales is None else (scales.row_T1, scales.weight_N1)
@@ -186,6 +169,6 @@ def _launch(
     _multiply_rows[grid](
         x_TK, row_scales, weight_NK, weight_scales, out, rows, outputs, inputs, tiling.parts, GATED=gated,
         MASKED=masked, SCALED=scales is not None, BLOCK_T=max(16, triton.next_power_of_2(rows)),
-        BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, RUNS=runs, RUN_BYTES=run_bytes,
-        num_warps=tiling.warps, launch_pdl=supports_pdl(x_TK.device),
+        BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps,
+        launch_pdl=supports_pdl(x_TK.device),
     )  # fmt: skip
