@@ -205,7 +205,10 @@ def _benched(model: str, gpus: int, shapes: Iterable[str]) -> dict[str, dict[str
         rows = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "engine.bench", "--model", model, "--gpus", str(gpus), "--verbose"]
         subprocess.run([*command, "--shapes", ",".join(shapes), "--json", str(rows)], check=True)
-        return {row["shape"].removeprefix(f"{model}-").removeprefix(f"{model} "): row for row in json.loads(rows.read_text())}
+        return {
+            row["shape"].removeprefix(f"{model}-").removeprefix(f"{model} "): row
+            for row in json.loads(rows.read_text())
+        }
 
 
 def measure_wake(gpus: int) -> None:

@@ -11,7 +11,11 @@ between, which others raise only when the kernels before are done, and with them
 more than what a device runs at once, so that none waits for one that cannot begin. A word beside the flags ends all
 waits: what is computed then is of no use to anybody.
 
-    window   flags [2 phases, W sources, PROGRAMS] | epoch | finished | abort | …  HEAD_BYTES | half 0 | half 1
+Few rows come without flags, which must wait until the data before them have arrived: no number is sent as 0, and a
+reader waits for each number to be another one, and writes zeroes in its place.
+
+    window   flags [2 phases, W sources, PROGRAMS] | epoch | counted | abort | …  HEAD_BYTES
+             few rows 0 | few rows 1 | half 0 | half 1
 
 W ranks, P parts of one result on a rank, T rows of a bucket, H hidden size, R sampled rows, V vocabulary.
 """
@@ -30,13 +34,16 @@ from engine.kernels.pdl import release, supports_pdl, wait
 PROGRAMS: Final = 256  # at most; two of them run on a multiprocessor at once
 RANKS_MAX: Final = 16
 HEAD_BYTES: Final = 128 << 10
+FEW_BYTES: Final = 4 << 20  # of few rows, twice
+DATA_BEGINS: Final = HEAD_BYTES + 2 * FEW_BYTES
 ONE_SHOT_BYTES: Final = 512 << 10  # of all rows of more than two ranks: above it one of them sums a row, for all
 _STATE: Final = 2 * RANKS_MAX * PROGRAMS  # words before the epoch
 _ABORT: Final = _STATE + 2
 _COLUMNS: Final = 2048
 _WARPS: Final = 16
 _REGISTERS: Final = 64  # of a thread, so that two programs of so many warps fit into a multiprocessor
-_FEW_ROWS: Final = 128  # a program each, with all registers that it wants
+_FEW_ROWS: Final = 128  # a program each, without flags
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32}  # as wide as numbers
 _AT_ONCE: Final = 2  # of a program's rows, where it has many
 _PER_LAUNCH: Final = ["rank", "rows", "count"]  # one kernel serves all ranks and any number of rows
 
@@ -67,7 +74,7 @@ class RankWindows:
     @property
     def half_bytes(self) -> int:
         """The bytes that one exchange may put into a window."""
-        return (self.memory_WB.shape[1] - HEAD_BYTES) // 2 // 16 * 16
+        return (self.memory_WB.shape[1] - DATA_BEGINS) // 2 // 16 * 16
 
     def words(self) -> Tensor:
         """All windows as flags are read."""
@@ -158,6 +165,56 @@ def _normed(
     tl.store(total + offset + columns, x, mask=inside)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon) * tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(out + offset + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _arrived(place, words, window, rank, inside):
+    """Waits until other numbers than 0 lie there, or the abort word is set; leaves zeroes, and gives the numbers."""
+    got = tl.load(place, mask=inside, other=1, volatile=True)
+    looks = 0
+    while tl.min((got != 0).to(tl.int32), 0) == 0:
+        got = tl.load(place, mask=inside, other=1, volatile=True)
+        looks += 1
+        if looks % _LOOKS == 0:
+            stopped = tl.atomic_add(words + rank * window + _STOP, 0, sem="acquire", scope="sys")
+            if stopped != 0:
+                got = tl.full(got.shape, 1, got.dtype)
+    tl.store(place, tl.zeros(got.shape, got.dtype), mask=inside)
+    return got
+
+
+@triton.jit(do_not_specialize=_PER_LAUNCH)
+def _sum_few_rows(
+    total, parts, weight, behind, out, words, data, rank, rows, hidden, part_stride, epsilon, window, data_window,
+    data_first, half, P: tl.constexpr, W: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each rank sends its rows to all others, and each adds up all of them, a program for a row. `data` are integers as
+    wide as numbers; +0 goes instead of −0, and the sign bit of all is turned."""
+    SIGN: tl.constexpr = -(1 << (data.dtype.element_ty.primitive_bitwidth - 1))
+    release()
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = columns < hidden
+    wait()
+    epoch = _begin(words, window, rank)
+    inbox = data + data_first + (epoch % 2) * half
+    own = _own(parts, row, part_stride, hidden, columns, inside, P).to(out.dtype.element_ty)
+    sent = own.to(data.dtype.element_ty, bitcast=True)
+    sent = tl.where(sent == SIGN, 0, sent) ^ SIGN
+    for peer in tl.static_range(W):
+        if peer != rank:
+            place = ((rank - (rank > peer).to(tl.int32)) * rows + row) * hidden
+            tl.store(inbox + peer * data_window + place + columns, sent, mask=inside)
+    _count_in(words, window, rank, epoch)
+    x = tl.zeros([BLOCK], tl.float32)
+    for peer in tl.static_range(W):
+        if peer == rank:
+            x += (sent ^ SIGN).to(out.dtype.element_ty, bitcast=True).to(tl.float32)
+        else:
+            place = ((peer - (rank < peer).to(tl.int32)) * rows + row) * hidden
+            got = _arrived(inbox + rank * data_window + place + columns, words, window, rank, inside)
+            x += (got ^ SIGN).to(out.dtype.element_ty, bitcast=True).to(tl.float32)
+    x = tl.where(inside, x, 0.0)
+    _normed(x, total, weight, behind, out, row, hidden, columns, inside, epsilon, BEHIND)
 
 
 @triton.jit
@@ -330,6 +387,14 @@ def add_norm_ranks(
     for each in (sum_TH, weight_H, out_TH):
         assert each.is_contiguous()
     row_bytes, ranks = hidden * out_TH.itemsize, windows.ranks
+    if rows <= _FEW_ROWS and rows * (ranks - 1) * row_bytes <= FEW_BYTES:
+        _sum_few_rows[(rows,)](
+            sum_TH, parts_PTH, weight_H, behind_H, out_TH, *_windows(windows, _INTEGERS[out_TH.itemsize]),
+            windows.rank, rows, hidden, parts_PTH.stride(0), epsilon, *_few_places(windows, out_TH.itemsize),
+            P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden),
+            num_warps=_WARPS, launch_pdl=supports_pdl(sum_TH.device),
+        )  # fmt: skip
+        return
     run = windows.half_bytes // ((ranks - 1) * row_bytes)
     assert run > 0, "windows that hold no row"
     one_shot = ranks == 2 or (rows <= run and rows * row_bytes <= ONE_SHOT_BYTES)
@@ -344,8 +409,7 @@ def add_norm_ranks(
             sum_TH[first:], parts_PTH[:, first:], weight_H, behind_H, out_TH[first:], *_windows(windows, out_TH.dtype),
             windows.rank, count, hidden, parts_PTH.stride(0), epsilon, *_places(windows, out_TH.itemsize),
             P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden), **options,
-            num_warps=_WARPS, maxnreg=_REGISTERS if programs > _FEW_ROWS else None,
-            launch_pdl=supports_pdl(sum_TH.device),
+            num_warps=_WARPS, maxnreg=_REGISTERS, launch_pdl=supports_pdl(sum_TH.device),
         )  # fmt: skip
 
 
@@ -406,4 +470,10 @@ def _windows(windows: RankWindows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _places(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int]:
     """Words of a window; then in numbers of a dtype: a window, where the data begin, and a half."""
     size = windows.memory_WB.shape[1]
-    return size // 8, size // itemsize, HEAD_BYTES // itemsize, windows.half_bytes // itemsize
+    return size // 8, size // itemsize, DATA_BEGINS // itemsize, windows.half_bytes // itemsize
+
+
+def _few_places(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int]:
+    """The same of few rows."""
+    size = windows.memory_WB.shape[1]
+    return size // 8, size // itemsize, HEAD_BYTES // itemsize, FEW_BYTES // itemsize

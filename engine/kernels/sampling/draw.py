@@ -81,7 +81,7 @@ def _draw_chunk(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A chunk's greatest score and, in the low half of the same word, its id; −1 where a logit is not finite. The
-    logits' first id is `first`.""" 
+    logits' first id is `first`."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     if row < tl.load(step + SAMPLED):

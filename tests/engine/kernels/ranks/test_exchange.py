@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from engine.kernels import reference as ops
 from engine.kernels.ranks import exchange as rank_exchange
 from engine.kernels.ranks.exchange import (
-    HEAD_BYTES,
+    DATA_BEGINS,
     RankWindows,
     add_norm_ranks,
     gather_columns,
@@ -35,7 +35,7 @@ PLACES = ("window", "data_window", "data_first", "half")
 
 def windows(ranks: int, half_bytes: int = 64 << 10) -> list[RankWindows]:
     """New windows as each rank sees them, in memory that forks share."""
-    size = HEAD_BYTES + 2 * half_bytes
+    size = DATA_BEGINS + 2 * half_bytes
     memory_WB = torch.frombuffer(mmap.mmap(-1, ranks * size), dtype=torch.uint8).view(ranks, size)
     return [RankWindows(memory_WB, rank) for rank in range(ranks)]
 
@@ -99,33 +99,45 @@ def summed(
     return on_all(len(each), torch.empty(2, *given[-1]["sum_TH"].shape), run)
 
 
-@pytest.mark.parametrize(("ranks", "two_shot"), [(2, False), (3, False), (3, True), (4, True)])
-def test_all_ranks_get_the_bits_of_one_sum(ranks: int, two_shot: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if two_shot:
+def by(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has all exchanges go in one way."""
+    if way != "few rows":
+        monkeypatch.setattr(rank_exchange, "_FEW_ROWS", 0)
+    if way == "two shots":
         monkeypatch.setattr(rank_exchange, "ONE_SHOT_BYTES", 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"),
+    [(2, "few rows"), (2, "one shot"), (3, "few rows"), (3, "one shot"), (3, "two shots"), (4, "two shots")],
+)
+def test_all_ranks_get_the_bits_of_one_sum(ranks: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by(way, monkeypatch)
     given = made(ranks, rows=5)
-    results = summed(windows(ranks), [given])
+    given["parts_WPTH"][:, :, 1], given["parts_WPTH"][1, :, 2] = -0.0, 0.0  # numbers that a reader could wait for
+    results = summed(windows(ranks), [given] * 3)
     assert all(torch.equal(each, results[0]) for each in results)
-    torch.testing.assert_close(results[0], expected(given, torch.float32, two_shot))
+    torch.testing.assert_close(results[0], expected(given, torch.float32, way == "two shots"))
 
 
-@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("way", ["few rows", "one shot", "two shots"])
 def test_what_is_sent_is_rounded_as_the_model_is_and_may_be_normed_before_it_is_added(
-    two_shot: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if two_shot:
-        monkeypatch.setattr(rank_exchange, "ONE_SHOT_BYTES", 0)
+    by(way, monkeypatch)
     given = made(3, rows=4, parts=1)
     results = summed(windows(3), [given], torch.float16, behind=True)  # the interpreter cuts bfloat16 off
     assert torch.equal(results[0], results[2])
-    wanted = expected(given, torch.float16, two_shot, behind=True)
+    wanted = expected(given, torch.float16, way == "two shots", behind=True)
     torch.testing.assert_close(results[0][0], wanted[0])
     torch.testing.assert_close(results[0][1], wanted[1].half().float(), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_exchanges_of_all_sizes_follow_one_another_in_both_halves(ranks: int) -> None:
-    """Windows that hold 4 rows of each other rank, and fewer where rows are sent on; up to 9 rows go in runs."""
+def test_exchanges_of_all_sizes_follow_one_another_in_both_halves(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that hold 4 rows of each other rank, and fewer where rows are sent on; up to 9 rows go in runs, one or
+    two without flags."""
+    monkeypatch.setattr(rank_exchange, "_FEW_ROWS", 2)
     each = windows(ranks, half_bytes=4 * (ranks - 1) * HIDDEN * 4)
     given = [made(ranks, rows, seed=seed) for seed, rows in enumerate((1, 9, 2, 4, 8, 5, 3, 9, 1))]
     results = summed(each, given)
@@ -150,6 +162,7 @@ def test_epochs_pass_what_32_bits_hold(epoch: int) -> None:
 
 
 def test_programs_that_were_not_used_for_long_wait_for_the_present_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_exchange, "_FEW_ROWS", 0)
     monkeypatch.setattr(rank_exchange, "PROGRAMS", 3)  # rows go round among three programs, several at once
     given = [made(2, rows, seed=seed) for seed, rows in enumerate((16, 1, 1, 1, 7, 5))]
     results = summed(windows(2), given)
@@ -157,7 +170,11 @@ def test_programs_that_were_not_used_for_long_wait_for_the_present_epoch(monkeyp
     torch.testing.assert_close(results[0], expected(given[-1], torch.float32, two_shot=False))
 
 
-def test_a_rank_that_waits_for_one_that_never_comes_ends_by_the_abort_word() -> None:
+@pytest.mark.parametrize("way", ["few rows", "one shot"])
+def test_a_rank_that_waits_for_one_that_never_comes_ends_by_the_abort_word(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by(way, monkeypatch)
     each, given = windows(2), made(2, rows=2)
     thread = threading.Timer(0.2, lambda: each[0].abort_1.fill_(1))
     thread.start()
@@ -202,9 +219,9 @@ def test_kernels_compile_for_a_gpu_with_flags_that_order_memory_between_devices(
     program = "from tests.engine.kernels.ranks.test_exchange import compiled; compiled()"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    signals = {"_sum_one_shot": (2, 1), "_sum_two_shot": (2, 2), "_gather_columns": (1, 1), "_share_tokens": (1, 1)}
+    signals = {"_sum_few_rows": (0, 1 / 3), "_sum_one_shot": (2, 1), "_sum_two_shot": (2, 2), "_gather_columns": (1, 1), "_share_tokens": (1, 1)}
     assert said.stdout.splitlines() == [
-        f"{kernel} {raised} releases, {6 * awaited} acquires"  # once, in a loop, and of the abort word
+        f"{kernel} {raised} releases, {6 * awaited:.0f} acquires"  # once, in a loop, and of the abort word
         for kernel, (raised, awaited) in signals.items()
     ]
 
@@ -221,6 +238,7 @@ def compiled() -> None:
     shares = {"tokens": "*i32", "count": "i32", "data": "*i32"}
     summing = {"behind": None, "P": 2, "W": 2, "BEHIND": False, "BLOCK": 4096}
     for kernel, types, constants in (
+        (rank_exchange._sum_few_rows, {**sums, "data": "*i16"}, summing),
         (rank_exchange._sum_one_shot, sums, {**summing, "AT_ONCE": 2}),
         (rank_exchange._sum_two_shot, sums, summing),
         (rank_exchange._gather_columns, gathers, {"W": 2, "BLOCK": 2048}),

@@ -36,7 +36,9 @@ def test_what_ranks_draw_is_what_one_draws(ranks: int, chunk: int, monkeypatch: 
     def run(rank: int) -> torch.Tensor:
         tokens_R, own = torch.zeros(ROWS, dtype=torch.int32), RankShard(rank, ranks).of(VOCABULARY)
         for _ in range(2):
-            VocabularyRanks(each[rank], VOCABULARY).draw(step, logits_RV[:, own.start : own.stop].contiguous(), tokens_R)
+            VocabularyRanks(each[rank], VOCABULARY).draw(
+                step, logits_RV[:, own.start : own.stop].contiguous(), tokens_R
+            )
         return tokens_R
 
     found = on_all(ranks, wanted_R, run)
