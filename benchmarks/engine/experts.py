@@ -2,6 +2,7 @@
 for even choices and for all rows on the same experts, in bf16, 12 and 8 bits a number.
 
     python -m benchmarks.engine.experts [--models qwen3-30b,scout-rank] [--rows 1,64,256] [--json rows.json]
+    python -m benchmarks.engine.experts --models qwen3-30b --row-tilings      one row in bf16, cut in several ways
 
 Layers of weights that are together larger than the L2 cache run one after the other in a CUDA graph. Before a figure
 counts, the result is compared with the same experts in float32, one by one.
@@ -11,7 +12,9 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +26,11 @@ from torch import Tensor
 from engine.bench.geometries import BYTES_PER_S, FLOP_PER_S, MIXTURES, write_folder
 from engine.bf12.codec import choose_bases, encode, stack_matrices
 from engine.kernels.experts import reference
+from engine.kernels.experts.grouped_linear import ExpertWeights
 from engine.kernels.experts.grouped_tuning import tile_rows
 from engine.kernels.experts.route import route
 from engine.kernels.experts.routing_rule import RoutingRule
+from engine.kernels.experts.row_experts import RowTiling, gate_row, multiply_row
 from engine.layers.fp8_weight import Fp8Weight
 from engine.layers.mixture_gpu import GpuExperts, Weight
 from engine.models.config import read_decoder_config
@@ -88,6 +93,8 @@ def logits_of(work: ExpertsWork, rows: int, choice: str, device: torch.device) -
 
 
 def compute(work: ExpertsWork, layer: GpuExperts, x_TH: Tensor, logits_TE: Tensor, count: Tensor) -> Tensor:
+    if len(x_TH) == 1 and layer.row_chooses:
+        return layer.of_row(x_TH, logits_TE[None], None, None)
     plan = route(logits_TE[None], count, work.rule, None, tile_rows(len(x_TH) * work.rule.chosen, work.rule.experts))
     return layer(x_TH, plan, None, torch.float32 if len(x_TH) <= 128 else x_TH.dtype)
 
@@ -120,13 +127,61 @@ def measure_us(work: ExpertsWork, layers: list[GpuExperts], rows: int, logits_TE
     device = logits_TE.device
     x_TH = torch.randn(rows, work.hidden, device=device).bfloat16()
     count = torch.tensor([rows], dtype=torch.int32, device=device)
-    for layer in layers[:1]:
-        compute(work, layer, x_TH, logits_TE, count)
+    return graph_us([partial(compute, work, layer, x_TH, logits_TE, count) for layer in layers])
+
+
+def measure_row_tilings(model: str) -> None:
+    """Prints how long one row's kernels take in other tilings, each with copies of the weights that L2 does not hold,
+    and what choosing by a list takes beside them."""
+    work, device = ExpertsWork.of(model), torch.device("cuda")
+    rule, hidden, inner = work.rule, work.hidden, work.inner
+    copies = max(1, _LAYERS_BYTES // (3 * hidden * inner * rule.experts * 2))
+    stacks = [
+        [ExpertWeights(_plain(rule.experts * outputs, inputs, device, seed)) for seed in range(copies)]
+        for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
+    ]
+    x_1H, logits_1E = torch.randn(1, hidden, device=device).bfloat16(), logits_of(work, 1, "even", device)
+    inner_CI = x_1H.new_empty(rule.chosen, inner)
+    out_C1H = x_1H.new_empty(rule.chosen, 1, hidden, dtype=torch.float32)
+    choice = gate_row(x_1H, logits_1E[None], rule, None, stacks[0][0], work.limit, inner_CI)
+    count = torch.ones(1, dtype=torch.int32, device=device)
+
+    def gated(tiling: RowTiling, stack: ExpertWeights) -> None:
+        gate_row(x_1H, logits_1E[None], rule, None, stack, work.limit, inner_CI, tiling)
+
+    def down(tiling: RowTiling, stack: ExpertWeights) -> None:
+        multiply_row(inner_CI, choice, stack, None, not rule.scales_inputs, out_C1H, tiling)
+
+    listed_us = graph_us([lambda: route(logits_1E[None], count, rule, None, 16)] * copies)
+    print(f"{model}: a list of one row {listed_us:.2f} µs")
+    tilings = [
+        RowTiling(*numbers)
+        for numbers in product((4, 8, 16, 32), (128, 256, 512, 1024), (2, 3, 4), (2, 4))
+        if 8 <= numbers[0] * numbers[1] // (32 * numbers[3]) <= 64
+    ]
+    for name, way, each in (("gate and up", gated, stacks[0]), ("down", down, stacks[1])):
+        bound_us = 1e6 * rule.chosen * each[0].weight.nbytes / rule.experts / BYTES_PER_S
+        timed = sorted(
+            (graph_us([partial(way, tiling, stack) for stack in each]), str(tiling)) for tiling in tilings
+        )  # fmt: skip
+        for us, tiling in timed[:6]:
+            print(f"  {name:12} {us:7.2f} µs   bound {bound_us:6.2f}   {tiling}", flush=True)
+
+
+def _plain(outputs: int, inputs: int, device: torch.device, seed: int) -> Tensor:
+    weight = weight_of(outputs, inputs, "bf16", device, seed)
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def graph_us(calls: list[Callable[[], object]]) -> float:
+    """The median of replays, per call."""
+    calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in layers:
-            compute(work, layer, x_TH, logits_TE, count)
+        for call in calls:
+            call()
     took = []
     for _ in range(_REPEATS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -134,8 +189,8 @@ def measure_us(work: ExpertsWork, layers: list[GpuExperts], rows: int, logits_TE
         graph.replay()
         last.record()
         last.synchronize()
-        took.append(1e3 * first.elapsed_time(last) / len(layers))
-    return statistics.median(took)
+        took.append(1e3 * first.elapsed_time(last) / len(calls))
+    return statistics.median(took[1:])
 
 
 def main(arguments: list[str]) -> int:
@@ -143,8 +198,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--models", default="qwen3-30b,scout-rank,gpt-oss-20b,mixtral-8x7b", help=", ".join(MIXTURES))
     parser.add_argument("--rows", default="1,8,64,256,2048")
     parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--row-tilings", action="store_true", help="how long one row's two kernels take, cut otherwise")
     parser.add_argument("--json", help="file that the rows go to")
     options = parser.parse_args(arguments)
+    if options.row_tilings:
+        for model in options.models.split(","):
+            measure_row_tilings(model)
+        return 0
     device, table = torch.device("cuda"), []
     for model, form in product(options.models.split(","), options.forms.split(",")):
         work = ExpertsWork.of(model)

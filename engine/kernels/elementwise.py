@@ -1,5 +1,5 @@
-"""What is done number by number: silu(gate) · up or gelu(gate) · up between the two matmuls of a gated MLP, and the cap
-of logits.
+"""What is done number by number: silu(gate) · up or gelu(gate) · up between the two matmuls of a gated MLP, silu's also
+into rows in 8 bits a number, and the cap of logits.
 
 P parts, T rows, I inner size, R wanted rows, V vocabulary.
 """
@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.fp8.rows import factors_of, in_8_bits, new_packed, numbers_of
 from engine.kernels.pdl import release, supports_pdl, wait
 
 _CAPPED_AT_ONCE = 4096
+_PACKED_WARPS_MAX = 16  # a program has a whole row
 
 
 @triton.jit
@@ -24,6 +26,20 @@ def _silu_and_multiply(x, out, inner, BLOCK: tl.constexpr):
     gate = tl.load(x + row * 2 * inner + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * inner + inner + columns, mask=inside, other=0.0).to(tl.float32)
     y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * inner + columns, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _silu_and_pack(x, out, factors, inner, BLOCK: tl.constexpr):
+    release()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < inner
+    wait()
+    gate = tl.load(x + row * 2 * inner + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * inner + inner + columns, mask=inside, other=0.0).to(tl.float32)
+    y, factor = in_8_bits(gate / (1.0 + tl.exp(-gate)) * up)
+    tl.store(factors + row, factor)
     tl.store(out + row * inner + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -72,6 +88,21 @@ def silu_and_multiply(x_T2I: Tensor) -> Tensor:
         x_T2I, out_TI, inner, BLOCK=block, launch_pdl=supports_pdl(out_TI.device)
     )
     return out_TI
+
+
+def silu_and_pack(x_T2I: Tensor) -> Tensor:
+    """The same as packed rows (fp8/rows.py)."""
+    rows, width = x_T2I.shape
+    assert width % 2 == 0
+    assert x_T2I.is_contiguous()
+    inner = width // 2
+    packed_TP = new_packed(rows, inner, x_T2I.device)
+    block = triton.next_power_of_2(inner)
+    _silu_and_pack[(rows,)](
+        x_T2I, numbers_of(packed_TP), factors_of(packed_TP), inner, BLOCK=block,
+        num_warps=max(1, min(_PACKED_WARPS_MAX, block // 512)), launch_pdl=supports_pdl(x_T2I.device),
+    )  # fmt: skip
+    return packed_TP
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """RMSNorm, fused with adding up the parts of the linear layer before it, the sum in float32, where families do so with
-a norm of what is added; and the gathering of the rows of a step whose logits are needed.
+a norm of what is added; and the gathering of the rows of a step whose logits are needed. Rows go to 8 bits a number at
+once where a matmul takes them so.
 
 P parts of one result, T rows of a bucket, R gathered rows, H hidden size, W width of all heads.
 """
@@ -9,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.fp8.rows import factors_of, in_8_bits, is_packed, numbers_of
 from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.step_layout import LOGITS_ROWS, SAMPLED, word
 
@@ -38,8 +40,8 @@ def _add_normed(
 
 @triton.jit
 def _add_norm(
-    total, parts, weight, behind, out, hidden, part_stride, epsilon, P: tl.constexpr, BEHIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    total, parts, weight, behind, out, factors, hidden, part_stride, epsilon, P: tl.constexpr, BEHIND: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     release()
     columns = tl.arange(0, BLOCK)
@@ -54,6 +56,9 @@ def _add_norm(
     if P > 0:
         tl.store(total + offset + columns, x, mask=inside)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + epsilon) * scale
+    if PACKED:
+        y, factor = in_8_bits(y)
+        tl.store(factors + tl.program_id(0), factor)
     tl.store(out + offset + columns, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -76,8 +81,8 @@ def add_norm(
     sum_TH: Tensor, parts_PTH: Tensor | None, weight_H: Tensor, epsilon: float, out_TH: Tensor,
     behind_H: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Adds the parts to the sum, in place, and writes sum ÷ its root mean square · weight. With `behind_H`, what the
-    parts add up to is normed by that weight before it is added."""
+    """Adds the parts to the sum, in place, and writes sum ÷ its root mean square · weight, into packed rows
+    (fp8/rows.py) too. With `behind_H`, what the parts add up to is normed by that weight before it is added."""
     rows, hidden = sum_TH.shape
     assert sum_TH.dtype == weight_H.dtype == torch.float32
     assert weight_H.shape == (hidden,)
@@ -85,7 +90,9 @@ def add_norm(
         assert behind_H.shape == weight_H.shape
         assert behind_H.dtype == torch.float32
         assert parts_PTH is not None
-    assert out_TH.shape == sum_TH.shape
+    packed = is_packed(out_TH)
+    numbers_TH, factors_T1 = (numbers_of(out_TH), factors_of(out_TH)) if packed else (out_TH, sum_TH)
+    assert numbers_TH.shape == sum_TH.shape
     for each in (sum_TH, weight_H, out_TH):
         assert each.is_contiguous()
     count, stride = 0, 0
@@ -95,9 +102,9 @@ def add_norm(
         assert parts_PTH.stride()[1:] == (hidden, 1)
     block = triton.next_power_of_2(hidden)
     _add_norm[(rows,)](
-        sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, behind_H, out_TH, hidden, stride, epsilon,
-        P=count, BEHIND=behind_H is not None, BLOCK=block, num_warps=_warps(rows, block),
-        launch_pdl=supports_pdl(sum_TH.device),
+        sum_TH, sum_TH if parts_PTH is None else parts_PTH, weight_H, behind_H, numbers_TH, factors_T1,
+        hidden, stride, epsilon, P=count, BEHIND=behind_H is not None, PACKED=packed, BLOCK=block,
+        num_warps=_warps(rows, block), launch_pdl=supports_pdl(sum_TH.device),
     )  # fmt: skip
 
 

@@ -3,8 +3,7 @@ tuning_tables.py.
 
 A GPU or a shape that was not measured gets a choice that is seldom bad: for bf16 the kernels of linear.py for few rows
 and cuBLAS for more; for 12 bits a number the kernels of bf12_linear.py for few rows, for more the tiles of
-bf12_linear_hopper.py where they run, and cuBLAS for still more. For 8 bits, which no table has, a rule chooses that
-follows from a sweep over one model's shapes.
+bf12_linear_hopper.py where they run, and cuBLAS for still more. For 8 bits, fp8/tuning.py chooses.
 """
 
 from bisect import bisect_left
@@ -35,9 +34,6 @@ _DEFAULT_BF12_ROWS_MAX: Final = 64  # sums of more rows leave few registers for 
 _TILES_ROWS_MAX: Final = 1024  # above it expanding a matrix takes little time beside its product
 _WAVE: Final = 264  # programs that keep a large GPU reading
 _SPLIT_PARTS_MAX: Final = 8
-_FP8_PROGRAMS: Final = 128  # that keep a large GPU reading numbers of 8 bits by tensor cores
-_FP8_PARTS_MAX: Final = 4
-
 _HOPPER_PARTS_MAX: Final = 8
 _WORTH: Final = 1.5  # times the fewest cycles: worth measuring too
 _CANDIDATES_MAX: Final = 6
@@ -49,18 +45,6 @@ def select_tiling(outputs: int, inputs: int, rows: int, gated: bool, device: tor
         return None
     bucket = next(bucket for bucket in ROW_BUCKETS if rows <= bucket)
     return _select_tiling(outputs, inputs, bucket, gated, device_name(device))
-
-
-def select_fp8_tiling(outputs: int, inputs: int, rows: int, gated: bool) -> LinearTiling:
-    """The tiling for a weight in 8 bits and at most linear.LINEAR_ROWS_MAX rows: the fastest, or nearly, of a sweep
-    over Llama-3.1-8B's shapes on an H200."""
-    if gated:
-        return LinearTiling(64, 128, 1, 4 if rows <= 64 else 3, 4)
-    programs, parts = triton.cdiv(outputs, 64), 1
-    wanted = _FP8_PROGRAMS if rows > 32 else _FP8_PROGRAMS * 3 // 2  # parts of few rows are soon added up
-    while parts < _FP8_PARTS_MAX and programs * parts < wanted and inputs >= 8 * 128 * parts:
-        parts *= 2
-    return LinearTiling(64, 128, parts, 6 if rows <= 64 else 4, 4)
 
 
 def select_bf12_tiling(

@@ -4,6 +4,8 @@
 "28672x4096 gated"       the same with silu · up between its halves in the kernel
 "6144x4096 bf12"         the same for a weight in 12 bits a number: the kernel's module before its tiling's numbers;
                          null: expanded, then cuBLAS
+"6144x4096 fp8"          the same for a weight in 8 bits a number: which kernel, and its numbers (fp8/tuning.py); with
+"28672x4096 gated fp8"   gated before it only a kernel that gates is one, else the product is gated behind
 "6144x4096 bf12 / bf16"  the time that 12 bits take there ÷ the time of bf16
 """
 
@@ -31,6 +33,10 @@ def load_table(gpu: str) -> dict[str, dict[str, Any]]:
 
 def tiling_key(outputs: int, inputs: int, gated: bool, is_bf12: bool) -> str:
     return f"{outputs}x{inputs}{' gated' if gated else ''}{' bf12' if is_bf12 else ''}"
+
+
+def fp8_key(outputs: int, inputs: int, gated: bool) -> str:
+    return f"{tiling_key(outputs, inputs, gated, False)} fp8"
 
 
 def ratio_key(outputs: int, inputs: int, gated: bool) -> str:

@@ -1,7 +1,8 @@
 """A linear layer's weight in 8 bits a number on a GPU, and its matmul for any number of rows.
 
 Rows are brought to 8 bits themselves, each with a factor or with one for each 128 inputs, as checkpoints of this kind
-mean it: tensor cores multiply such numbers at twice the rate of bfloat16's (weights/fp8.py says where they do).
+mean it: tensor cores multiply such numbers at twice the rate of bfloat16's (weights/fp8.py says where they do). They
+may come so already, packed by whoever wrote them (kernels/fp8/rows.py): what they give is bfloat16 then.
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """
@@ -12,21 +13,29 @@ import torch
 from torch import Tensor
 
 from engine.kernels import linear
-from engine.kernels.elementwise import gelu_and_multiply, silu_and_multiply
+from engine.kernels.elementwise import gelu_and_multiply, silu_and_multiply, silu_and_pack
 from engine.kernels.experts import grouped_linear
 from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_tuning import has_large_blocks, tile_rows, tiling_for
 from engine.kernels.experts.quantize_rows import quantize_rows
-from engine.kernels.linear import LINEAR_ROWS_MAX, LinearScales
-from engine.kernels.tuning import select_fp8_tiling
+from engine.kernels.fp8 import tiles
+from engine.kernels.fp8.rows import PACKED_MULTIPLE, factors_of, is_packed, numbers_of
+from engine.kernels.fp8.tiles import Fp8Tiling
+from engine.kernels.fp8.tuning import LibraryMatmul, select_fp8_kernel, select_gated_tiling
+from engine.kernels.linear import LinearScales, LinearTiling
 from engine.layers.fp8_weight import Fp8Weight
 from engine.layers.linear_gpu import in_one_part
 
+PACKED_DTYPE: Final = torch.bfloat16  # of models whose rows may be packed
 _LIBRARY_MULTIPLE: Final = 16  # of the sizes of a matrix that the library multiplies
 
 
 class Fp8Linear:
-    """An Fp8Weight with an optional bias_N; linear_gpu.GpuLinear says what its methods return."""
+    """An Fp8Weight with an optional bias_N; linear_gpu.GpuLinear says what its methods return.
+
+    takes_packed  whether rows may be packed.
+    packs_gated   whether `swiglu` may give packed rows: where what takes them does.
+    """
 
     def __init__(self, weight: Fp8Weight, bias_N: Tensor | None = None) -> None:
         self.outputs, self.inputs = weight.numbers_NK.shape
@@ -34,58 +43,83 @@ class Fp8Linear:
         self._weight = weight
         self._blocks = weight.scales_NB.shape[1]
         self._bias_N = bias_N
+        self.takes_packed = self._blocks == 1 and self.inputs % PACKED_MULTIPLE == 0
+        self.packs_gated = False
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        own = quantize_rows(x_TK, self._blocks)
-        if self._blocks == 1 and len(x_TK) <= LINEAR_ROWS_MAX:
-            tiling = select_fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=False)
-            parts_PTN = linear.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), x_TK.dtype)
-        elif self._by_library(x_TK):
-            parts_PTN = self._multiply_by_library(own.rows, self._scales(own), x_TK.dtype)[None]
-        else:
-            parts_PTN = self._multiply_in_blocks(own, x_TK)
+        own, dtype = self._rows_of(x_TK)
+        match self._kernel(own, dtype):
+            case LinearTiling() as tiling:
+                parts_PTN = linear.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), dtype)
+            case Fp8Tiling() as tiling:
+                parts_PTN = tiles.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), dtype)
+            case LibraryMatmul(exact):
+                parts_PTN = self._multiply_by_library(own.rows, self._scales(own), dtype, exact)[None]
+            case None:
+                parts_PTN = self._multiply_in_blocks(own, dtype)
         if self._bias_N is not None:
             parts_PTN[0] += self._bias_N
         return parts_PTN
 
     def swiglu(self, x_TK: Tensor) -> Tensor:
         """Few rows without a bias are gated by the kernel."""
-        if self._bias_N is not None or self._blocks > 1 or len(x_TK) > LINEAR_ROWS_MAX:
-            return silu_and_multiply(self.logits(x_TK))
-        own = quantize_rows(x_TK, 1)
-        tiling = select_fp8_tiling(self.outputs, self.inputs, len(x_TK), gated=True)
-        return linear.multiply_gated(own.rows, self._weight.numbers_NK, tiling, self._scales(own), x_TK.dtype)
+        tiling = None
+        if self._bias_N is None and self._blocks == 1:
+            tiling = select_gated_tiling(self.outputs, self.inputs, len(x_TK), x_TK.device)
+        if tiling is not None:
+            own, dtype = self._rows_of(x_TK)
+            return linear.multiply_gated(own.rows, self._weight.numbers_NK, tiling, self._scales(own), dtype)
+        gate_up_TN = self.logits(x_TK)
+        packs = self.packs_gated and gate_up_TN.dtype == PACKED_DTYPE
+        return silu_and_pack(gate_up_TN) if packs else silu_and_multiply(gate_up_TN)
 
     def geglu(self, x_TK: Tensor) -> Tensor:
-        return gelu_and_multiply(self(x_TK), x_TK.dtype)
+        return gelu_and_multiply(self(x_TK), _dtype_of(x_TK))
 
     def logits(self, x_TK: Tensor) -> Tensor:
-        return in_one_part(self(x_TK), x_TK.dtype)
+        return in_one_part(self(x_TK), _dtype_of(x_TK))
+
+    def _rows_of(self, x_TK: Tensor) -> tuple[ExpertRows, torch.dtype]:
+        """The rows in 8 bits, and the dtype of what they give."""
+        if not is_packed(x_TK):
+            return quantize_rows(x_TK, self._blocks), x_TK.dtype
+        assert self.takes_packed
+        return ExpertRows(numbers_of(x_TK), factors_of(x_TK)), PACKED_DTYPE
 
     def _scales(self, own: ExpertRows) -> LinearScales:
         assert own.scales is not None
         return LinearScales(self._weight.scales_NB, own.scales)
 
-    def _by_library(self, x_TK: Tensor) -> bool:
-        """Whether the library multiplies them: it knows a factor for each output, and gives bfloat16."""
+    def _kernel(self, own: ExpertRows, dtype: torch.dtype) -> LinearTiling | Fp8Tiling | LibraryMatmul | None:
+        """None: for factors of 128 inputs, and what the library, which gives bfloat16, does not multiply."""
+        if self._blocks > 1:
+            return None
+        kernel = select_fp8_kernel(self.outputs, self.inputs, len(own.rows), own.rows.device)
         fits = self.outputs % _LIBRARY_MULTIPLE == 0 and self.inputs % _LIBRARY_MULTIPLE == 0
-        return fits and self._blocks == 1 and x_TK.is_cuda and x_TK.dtype == torch.bfloat16
+        by_library = fits and own.rows.is_cuda and dtype == torch.bfloat16
+        return None if isinstance(kernel, LibraryMatmul) and not by_library else kernel
 
-    def _multiply_by_library(self, rows_TK: Tensor, scales: LinearScales, dtype: torch.dtype) -> Tensor:
-        """[T, N]. Sums are brought to float32 again and again: tensor cores alone keep fewer bits of them."""
+    def _multiply_by_library(self, rows_TK: Tensor, scales: LinearScales, dtype: torch.dtype, exact: bool) -> Tensor:
+        """[T, N]."""
         out_TN: Tensor = torch._scaled_mm(
-            rows_TK, self._weight.numbers_NK.T, scales.row_T1, scales.weight_N1.T, out_dtype=dtype, use_fast_accum=False
-        )
+            rows_TK, self._weight.numbers_NK.T, scales.row_T1, scales.weight_N1.T, out_dtype=dtype,
+            use_fast_accum=not exact,
+        )  # fmt: skip
         return out_TN
 
-    def _multiply_in_blocks(self, own: ExpertRows, x_TK: Tensor) -> Tensor:
-        """[P, T, N]: for factors of 128 inputs, and what the library does not multiply."""
-        tile = tile_rows(len(x_TK), 1)
+    def _multiply_in_blocks(self, own: ExpertRows, dtype: torch.dtype) -> Tensor:
+        """[P, T, N]."""
+        rows, device = len(own.rows), own.rows.device
+        tile = tile_rows(rows, 1)
         tiling = tiling_for(
-            self.outputs, self.inputs, len(x_TK), 1, tile, gated=False, blocks=self._blocks,
-            large=has_large_blocks(x_TK.device, x_TK.dtype),
+            self.outputs, self.inputs, rows, 1, tile, gated=False, blocks=self._blocks,
+            large=has_large_blocks(device, dtype),
         )  # fmt: skip
-        dtype = x_TK.dtype if tiling.parts == 1 else torch.float32
-        out_PTN = x_TK.new_empty(tiling.parts, len(x_TK), self.outputs, dtype=dtype)
+        dtype = dtype if tiling.parts == 1 else torch.float32
+        out_PTN = torch.empty(tiling.parts, rows, self.outputs, dtype=dtype, device=device)
         weight = ExpertWeights(self._weight.numbers_NK, self._weight.scales_NB)
         return grouped_linear.multiply_alone(own, weight, tile, tiling, out_PTN)
+
+
+def _dtype_of(x_TK: Tensor) -> torch.dtype:
+    return PACKED_DTYPE if is_packed(x_TK) else x_TK.dtype

@@ -21,6 +21,7 @@ from engine.kernels.experts.grouped_tuning import bf12_tiling_for, has_large_blo
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.experts.route import ExpertPlan, route
 from engine.kernels.experts.routing_rule import RoutingRule
+from engine.kernels.experts.row_experts import ROW_EXPERTS_MAX, gate_row, multiply_row
 from engine.layers.fp8_weight import Fp8Weight
 
 _PARTS_ROWS_MAX: Final = 128  # of more rows parts are in the model's dtype: fewer bytes beside matmuls that take longer
@@ -44,10 +45,26 @@ class GpuExperts:
         biases = [bias.nbytes for _, bias in (gate_up, down) if bias is not None]
         self.bytes = _bytes(self._gate_up) + _bytes(self._down) + sum(biases)
         self._inner = _shape(self._down)[1]
+        self.row_chooses = rule.groups == 1 and rule.experts <= ROW_EXPERTS_MAX
+        self.row_chooses &= isinstance(self._gate_up, Tensor) and isinstance(self._down, Tensor)
 
     def __call__(self, x_TH: Tensor, plan: ExpertPlan, added_PTH: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Each row's parts [P, T, H] in `dtype`, with what is added."""
         return self._down_of(self._gated(x_TH, plan), plan, added_PTH, dtype)
+
+    def of_row(
+        self, x_1H: Tensor, logits_P1E: Tensor, choice_bias_E: Tensor | None, added_P1H: Tensor | None
+    ) -> Tensor:
+        """The same for one row, by its router's logits, in float32: where `row_chooses` says so."""
+        gate_up, down, rule = self._gate_up, self._down, self._rule
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
+        inner_CI = x_1H.new_empty(rule.chosen, self._inner)
+        stack = ExpertWeights(gate_up, None, self._gate_up_bias)
+        choice = gate_row(x_1H, logits_P1E, rule, choice_bias_E, stack, self._limit, inner_CI)
+        out_C1H = x_1H.new_empty(rule.chosen, 1, len(down) // rule.experts, dtype=torch.float32)
+        stack = ExpertWeights(down, None, self._down_bias)
+        return multiply_row(inner_CI, choice, stack, added_P1H, not rule.scales_inputs, out_C1H)
 
     def _gated(self, x_TH: Tensor, plan: ExpertPlan) -> Tensor:
         entries, rule, weigh = len(plan.order_S), self._rule, self._rule.scales_inputs
@@ -114,8 +131,11 @@ class GpuMixture:
         """[P, T, H]. `count` is how many of the rows are the step's own."""
         assert count is not None
         rows, rule = len(x_TH), self._rule
-        plan = route(self._router(x_TH), count, rule, self._choice_bias_E, tile_rows(rows * rule.chosen, rule.experts))
+        logits_PTE = self._router(x_TH)
         added_PTH = None if self._shared is None else self._shared(x_TH, count)
+        if rows == 1 and self._experts.row_chooses:
+            return self._experts.of_row(x_TH, logits_PTE, self._choice_bias_E, added_PTH)
+        plan = route(logits_PTE, count, rule, self._choice_bias_E, tile_rows(rows * rule.chosen, rule.experts))
         dtype = torch.float32 if rows <= _PARTS_ROWS_MAX else x_TH.dtype
         return self._experts(x_TH, plan, added_PTH, dtype)
 

@@ -100,7 +100,10 @@ class CpuStep:
         """Goes on with the sum that an earlier stage computed, in a model of this dtype; in the same memory."""
         self.sum_TH, self._dtype = sum_TH, dtype
 
-    def add_norm(self, added_TH: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None) -> Tensor:
+    def add_norm(
+        self, added_TH: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None, packs: bool = False
+    ) -> Tensor:
+        """Rows are never packed: no processor multiplies them so."""
         if added_TH is not None:
             added_TH = self._in_one_part(added_TH, behind_H)
         return row_ops.add_norm(self.sum_TH, added_TH, weight_H, self._config.norm_epsilon, self._dtype)

@@ -41,7 +41,7 @@ class GemmaDecoder:
     def through(self, step: ForwardStep, beat: Callable[[], None]) -> Tensor:
         added, behind = None, None
         for index, layer in enumerate(self._layers):
-            normed = step.add_norm(added, layer.attention_norm, behind)
+            normed = step.add_norm(added, layer.attention_norm, behind, layer.packs[0])
             q_THD = step.rotate_and_write(layer.qkv(normed), layer.qk_norm, index)
             attended_TW = step.attend(q_THD, index)
             if index < len(self._layers) - 1:
@@ -56,5 +56,6 @@ class GemmaDecoder:
         return step.cap(logits_of(self.parameters.head, normed_RH, own))
 
     def _behind_attention(self, step: ForwardStep, layer: GemmaLayer, attended_TW: Tensor) -> Tensor:
-        normed = step.add_norm(layer.output(attended_TW), layer.mlp_norm, layer.behind_attention_norm)
+        attended = layer.output(attended_TW)
+        normed = step.add_norm(attended, layer.mlp_norm, layer.behind_attention_norm, layer.packs[1])
         return layer.mlp(normed, step.count)

@@ -20,6 +20,7 @@ from engine.bf12.codec import Bf12Weight
 from engine.kernels.attention import AttentionScratch, attend, attention_layout
 from engine.kernels.elementwise import cap_logits
 from engine.kernels.embedding import embed
+from engine.kernels.fp8.rows import new_packed
 from engine.kernels.ranks.exchange import RankWindows, add_norm_ranks, share_tokens
 from engine.kernels.rms_norm import add_norm, gather
 from engine.kernels.rope import Rotation, rotate_and_write
@@ -150,7 +151,13 @@ class GpuStep:
             shard.of(self._config.vocabulary).start,
         )  # fmt: skip
 
-    def add_norm(self, added: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None) -> Tensor:
+    def add_norm(
+        self, added: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None, packs: bool = False
+    ) -> Tensor:
+        if packs and self._windows is None and self._dtype == torch.bfloat16:
+            packed_TP = new_packed(len(self._sum_TH), self._config.hidden, self._sum_TH.device)
+            add_norm(self._sum_TH, added, weight_H, self._config.norm_epsilon, packed_TP, behind_H)
+            return packed_TP
         normed_TH = self._sum_TH.new_empty(self._sum_TH.shape, dtype=self._dtype)
         if self._windows is None:
             add_norm(self._sum_TH, added, weight_H, self._config.norm_epsilon, normed_TH, behind_H)

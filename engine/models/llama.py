@@ -94,7 +94,7 @@ class DecoderLayer:
     """One block's parameters. q, k and v are one matmul; the norms' weights are float32.
 
     `qk_norm` is [heads + KV heads, head size]: each head's row, so that q and k are normed at once. `sinks`, float32,
-    is a logit for each head.
+    is a logit for each head. `packs` says of both norms whether what takes their rows multiplies packed ones.
     """
 
     attention_norm: Tensor
@@ -104,6 +104,7 @@ class DecoderLayer:
     mlp_norm: Tensor
     mlp: Mlp
     sinks: Tensor | None = None
+    packs: tuple[bool, bool] = (False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,11 @@ class ForwardStep(Protocol):
         """Begins the sum with the tokens' embeddings, scaled where the model does."""
         ...
 
-    def add_norm(self, added: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None) -> Tensor:
+    def add_norm(
+        self, added: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None, packs: bool = False
+    ) -> Tensor:
         """Adds to the sum, and gives its RMS norm in the model's dtype, [T, H]. With a weight `behind_H`, what is added
-        goes through a norm of its own before."""
+        goes through a norm of its own before. Where `packs` allows it, rows may be packed (kernels/fp8/rows.py)."""
         ...
 
     def rotate_and_write(self, qkv: Tensor, qk_norm: Tensor | None, layer: int) -> Tensor:
@@ -183,7 +186,8 @@ class LlamaDecoder:
         """All but what is behind the last layer's attention, which it gives."""
         added, last = None, len(self.parameters.layers) - 1
         for index, layer in enumerate(self.parameters.layers):
-            q_THD = step.rotate_and_write(layer.qkv(step.add_norm(added, layer.attention_norm)), layer.qk_norm, index)
+            normed = step.add_norm(added, layer.attention_norm, packs=layer.packs[0])
+            q_THD = step.rotate_and_write(layer.qkv(normed), layer.qk_norm, index)
             attended_TW = step.attend(q_THD, index, layer.sinks)
             if index < last:
                 added = self._behind_attention(step, layer, attended_TW)
@@ -198,7 +202,7 @@ class LlamaDecoder:
 
     def _behind_attention(self, step: ForwardStep, layer: DecoderLayer, attended_TW: Tensor) -> Tensor:
         added = layer.output(attended_TW)
-        return layer.mlp(step.add_norm(added, layer.mlp_norm), step.count)
+        return layer.mlp(step.add_norm(added, layer.mlp_norm, packs=layer.packs[1]), step.count)
 
 
 def logits_of(head: LMHead, normed_RH: Tensor, own: bool) -> Tensor:

@@ -62,13 +62,25 @@ def _layer(config: ModelConfig, tensors: dict[str, Tensor], index: int, exchange
         "mlp": (_mixture if config.has_experts(index) else _dense_mlp)(config, tensors, prefix, exchange),
         "sinks": tensors.pop(prefix + "sinks", None),
     }
+    parts["packs"] = (_takes_packed(parts["qkv"]), _takes_packed(parts["mlp"]))
     norms_behind = {name: tensors.pop(prefix + name) for name in NORMS_BEHIND if prefix + name in tensors}
     return GemmaLayer(**(parts | norms_behind)) if norms_behind else DecoderLayer(**parts)
 
 
 def _dense_mlp(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, exchange: AnyExchange | None) -> GatedMlp:
     gate_up, down = _linear(tensors, prefix + "gate_up"), _projection(tensors, prefix + "down", exchange)
+    if _takes_packed(gate_up) and _takes_packed(down):
+        from engine.layers import linear_fp8  # only here: a CPU needs no Triton
+
+        assert isinstance(gate_up, linear_fp8.Fp8Linear)
+        gate_up.packs_gated = True
     return GatedMlp(gate_up, down, config.activation)
+
+
+def _takes_packed(layer: object) -> bool:
+    """Whether the rows of a layer of matmuls may be packed (kernels/fp8/rows.py)."""
+    first = layer.gate_up if isinstance(layer, GatedMlp) else layer
+    return bool(getattr(first, "takes_packed", False))
 
 
 def _mixture(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, exchange: AnyExchange | None) -> Mlp:

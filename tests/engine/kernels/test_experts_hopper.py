@@ -14,10 +14,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels import linear
-from engine.kernels.experts import grouped_bf12, grouped_linear, quantize_rows, route
+from engine.kernels.experts import grouped_bf12, grouped_linear, quantize_rows, route, row_experts
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, tile_rows, tiling_for
 from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
-from engine.kernels.tuning import select_fp8_tiling
+from engine.kernels.fp8 import tiles
+from engine.kernels.fp8.tiles import Fp8Tiling
+from engine.kernels.fp8.tuning import rule_tiling
 
 SHARED_MOST = 232_448  # bytes of an H200's multiprocessor that one program may have
 # hidden size, an expert's on one rank, its rule
@@ -35,7 +37,7 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int, **pointers: str) -> Any:
+def compiled(kernel: Any, constants: dict[str, Any], warps: int, stages: int | None = None, **pointers: str) -> Any:
     types = POINTERS | {"limit": "fp32", **pointers} | dict.fromkeys(constants, "constexpr")
     names = kernel.arg_names
     signature = {name: types.get(name, "i32") for name in names}
@@ -44,7 +46,8 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, **pointers: str
         kernel, signature, {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in even},
     )  # fmt: skip
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def grouped(model: str, rows: int, gated: bool, **changes: Any) -> Any:
@@ -73,12 +76,39 @@ def in_fp8(rows: int, gated: bool, blocks: int, alone: bool) -> Any:
 
 def dense_in_fp8(rows: int, gated: bool) -> Any:
     """Llama-3.1-8B's gate above up, or its qkv, in 8 bits, for few rows."""
-    tiling = select_fp8_tiling(28672 if gated else 6144, 4096, rows, gated)
+    tiling = rule_tiling(28672 if gated else 6144, 4096, rows, gated)
     constants = {
         "GATED": gated, "MASKED": False, "SCALED": True, "BLOCK_T": max(16, triton.next_power_of_2(rows)),
         "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "STAGES": tiling.stages,
     }  # fmt: skip
     return compiled(linear._multiply_rows, constants, tiling.warps, w=FP8, x=FP8)
+
+
+def tiled_in_fp8(tiling: Fp8Tiling) -> Any:
+    constants = {"EXACT": tiling.exact, "BLOCK_T": tiling.block_t, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
+    maps = {
+        "x": f"tensordesc<fp8e4nv[{tiling.block_t}, {tiling.block_k}]>",
+        "w": f"tensordesc<fp8e4nv[{tiling.block_n}, {tiling.block_k}]>", "out": "*fp32" if tiling.parts > 1 else "*bf16",
+    }  # fmt: skip
+    return compiled(tiles._multiply_tiles, constants, tiling.warps, tiling.stages, **maps)
+
+
+def one_row(model: str, gated: bool) -> Any:
+    """An expert chosen and gated, or multiplied, for one row."""
+    hidden, inner, rule = MODELS[model]
+    tiling, inputs = (row_experts.GATED_ROW, hidden) if gated else (row_experts.ROW, inner)
+    constants = {
+        "BIASED": model == "gpt-oss", "WEIGH": gated == rule.scales_inputs, "MASKED": bool(inputs % tiling.block_k),
+        "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "STAGES": tiling.stages,
+    }  # fmt: skip
+    if not gated:
+        return compiled(row_experts._multiply_row, constants, tiling.warps, out="*fp32")
+    constants |= {
+        "P": 4, "E": rule.experts, "EP": triton.next_power_of_2(rule.experts), "C": rule.chosen,
+        "KIND": route._KIND[rule.scores], "NORMED": rule.normed, "SCALE": 1.0, "CHOICE_BIASED": False,
+        "LIMITED": model == "gpt-oss",
+    }  # fmt: skip
+    return compiled(row_experts._gate_row, constants, tiling.warps, choice_bias="*fp32")
 
 
 def coded(model: str, rows: int, gated: bool) -> Any:
@@ -119,9 +149,13 @@ def variants(model: str) -> dict[str, Any]:
             made[f"{rows} rows of a dense layer, {gated}"] = dense_in_fp8(rows, gated)
         for rows in (1, 8192):
             made[f"{rows} rows of a dense layer in blocks"] = in_fp8(rows, gated=False, blocks=16, alone=True)
+        for tiling in (Fp8Tiling(128, 256, 128, 2, 4, 8, False), Fp8Tiling(64, 128, 128, 1, 5, 4, True)):
+            made[f"a dense layer in tiles, {tiling}"] = tiled_in_fp8(tiling)
         quantized = {"MAX": 448.0, "WHOLE": True, "WIDTH": 128, "BLOCKS": 32}
         made["rows routed to 8 bits"] = compiled(quantize_rows._quantize, quantized, 4, out=FP8)
         return made
+    for gated in (True, False):
+        made[f"one row as routed, gated {gated}"] = one_row(model, gated)
     for rows in ROWS:
         for gated in (True, False):
             made[f"{rows} rows, gated {gated}"] = grouped(model, rows, gated)

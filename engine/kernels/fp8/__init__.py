@@ -1,0 +1,1 @@
+"""Kernels for weights and rows in 8 bits a number."""
