@@ -5,8 +5,9 @@ saved where rows are packed as they are written.
 
 First processes beside each other compile every kernel and compare what it gives with float32: a kernel whose sums are
 off by more than a tenth of what 8 bits themselves lose is shown and not chosen. Then each runs alone in a CUDA graph
-over copies of its weight, more than the L2 cache holds; float32 parts are charged with reading them. Each time is
-printed beside max(bytes ÷ 4.3 TB/s, FLOP ÷ 1,580 T). The table has the winners as kernels/tables has them.
+over copies of its weight, more than the L2 cache holds, with what brings its rows to 8 bits where nobody else does;
+float32 parts are charged with reading them. Each time is printed beside max(bytes ÷ 4.3 TB/s, FLOP ÷ 1,580 T). The
+table has the winners as kernels/tables has them.
 """
 
 import argparse
@@ -30,10 +31,10 @@ from engine.kernels import linear
 from engine.kernels.elementwise import silu_and_multiply, silu_and_pack
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.fp8 import tiles
-from engine.kernels.fp8.rows import factors_of, new_packed, numbers_of
 from engine.kernels.fp8.tiles import Fp8Tiling
-from engine.kernels.fp8.tuning import Fp8Kernel, LibraryMatmul, kernel_entry
+from engine.kernels.fp8.tuning import Fp8Kernel, LibraryMatmul, PackingRow, kernel_entry
 from engine.kernels.linear import LINEAR_ROWS_MAX, LinearScales, LinearTiling
+from engine.kernels.packed_rows import factors_of, new_packed, numbers_of
 from engine.kernels.rms_norm import add_norm
 from engine.kernels.tuning_tables import fp8_key
 from engine.weights import fp8
@@ -110,7 +111,10 @@ def _of_few_rows(outputs: int, inputs: int, rows: int) -> Iterator[Fp8Kernel]:
     for (block_n, block_k, stages), parts in product(blocks, (1, 2, 4)):
         programs, shared = outputs // block_n * parts, stages * block_k * (block_n + max(16, rows))
         if _PROGRAMS_LEAST <= programs <= 700 and shared <= _SHARED_BYTES:
-            yield LinearTiling(block_n, block_k, parts, stages, 8 if block_n * rows > 8192 else 4)
+            tiling = LinearTiling(block_n, block_k, parts, stages, 8 if block_n * rows > 8192 else 4)
+            yield tiling
+            if rows == 1:
+                yield PackingRow(tiling)
 
 
 def _of_gated(rows: int) -> Iterator[LinearTiling]:
@@ -143,6 +147,8 @@ def multiply(kernel: Fp8Kernel, numbers: Numbers, weight_NK: Tensor, gated: bool
     match kernel:
         case LinearTiling() if gated:
             return linear.multiply_gated(rows_TK, weight_NK, kernel, scales, dtype)[None]
+        case PackingRow(tiling):
+            return linear.multiply(numbers.x_TK, weight_NK, tiling, LinearScales(scales.weight_N1, None), dtype)
         case LinearTiling():
             return linear.multiply(rows_TK, weight_NK, kernel, scales, dtype)
         case Fp8Tiling():
@@ -177,8 +183,16 @@ def _error(found: Tensor, wanted: Tensor) -> float:
 
 
 def measure_us(work: Work, numbers: Numbers, copies: list[Tensor]) -> float:
+    """With what brings rows to 8 bits before, where nobody else does: attention's, and few gated ones."""
+    plain = work.name == "output" or (work.name == "down" and work.rows <= LINEAR_ROWS_MAX)
+
     def call(weight_NK: Tensor) -> Callable[[], Tensor]:
-        return lambda: multiply(work.kernel, numbers, weight_NK, work.gated)
+        def called() -> Tensor:
+            if plain and not isinstance(work.kernel, PackingRow):
+                quantize_rows(numbers.x_TK, 1)
+            return multiply(work.kernel, numbers, weight_NK, work.gated)
+
+        return called
 
     parts_PTN = multiply(work.kernel, numbers, copies[0], work.gated)
     extra_bytes = parts_PTN.nbytes - 2 * parts_PTN[0].numel()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.fp8.rows import factors_of, in_8_bits, new_packed, numbers_of
+from engine.kernels.packed_rows import factors_of, in_8_bits, new_packed, numbers_of
 from engine.kernels.pdl import release, supports_pdl, wait
 
 _CAPPED_AT_ONCE = 4096
@@ -91,7 +91,7 @@ def silu_and_multiply(x_T2I: Tensor) -> Tensor:
 
 
 def silu_and_pack(x_T2I: Tensor) -> Tensor:
-    """The same as packed rows (fp8/rows.py)."""
+    """The same as packed rows (packed_rows.py)."""
     rows, width = x_T2I.shape
     assert width % 2 == 0
     assert x_T2I.is_contiguous()

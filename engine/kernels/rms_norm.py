@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.fp8.rows import factors_of, in_8_bits, is_packed, numbers_of
+from engine.kernels.packed_rows import factors_of, in_8_bits, is_packed, numbers_of
 from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.step_layout import LOGITS_ROWS, SAMPLED, word
 
@@ -82,7 +82,7 @@ def add_norm(
     behind_H: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Adds the parts to the sum, in place, and writes sum ÷ its root mean square · weight, into packed rows
-    (fp8/rows.py) too. With `behind_H`, what the parts add up to is normed by that weight before it is added."""
+    (packed_rows.py) too. With `behind_H`, what the parts add up to is normed by that weight before it is added."""
     rows, hidden = sum_TH.shape
     assert sum_TH.dtype == weight_H.dtype == torch.float32
     assert weight_H.shape == (hidden,)

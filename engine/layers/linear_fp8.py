@@ -1,8 +1,8 @@
 """A linear layer's weight in 8 bits a number on a GPU, and its matmul for any number of rows.
 
 Rows are brought to 8 bits themselves, each with a factor or with one for each 128 inputs, as checkpoints of this kind
-mean it: tensor cores multiply such numbers at twice the rate of bfloat16's (weights/fp8.py says where they do). They
-may come so already, packed by whoever wrote them (kernels/fp8/rows.py): what they give is bfloat16 then.
+mean it: tensor cores multiply such numbers at twice the rate of bfloat16's (weights/fp8.py says where they do). Rows
+may come so already, packed by whoever wrote them (kernels/packed_rows.py): what they give is bfloat16 then.
 
 T rows, K inputs, N outputs, P parts, I inner size.
 """
@@ -19,10 +19,10 @@ from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_tuning import has_large_blocks, tile_rows, tiling_for
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.fp8 import tiles
-from engine.kernels.fp8.rows import PACKED_MULTIPLE, factors_of, is_packed, numbers_of
 from engine.kernels.fp8.tiles import Fp8Tiling
-from engine.kernels.fp8.tuning import LibraryMatmul, select_fp8_kernel, select_gated_tiling
+from engine.kernels.fp8.tuning import Fp8Kernel, LibraryMatmul, PackingRow, select_fp8_kernel, select_gated_tiling
 from engine.kernels.linear import LinearScales, LinearTiling
+from engine.kernels.packed_rows import PACKED_MULTIPLE, factors_of, is_packed, numbers_of
 from engine.layers.fp8_weight import Fp8Weight
 from engine.layers.linear_gpu import in_one_part
 
@@ -47,19 +47,24 @@ class Fp8Linear:
         self.packs_gated = False
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        own, dtype = self._rows_of(x_TK)
-        match self._kernel(own, dtype):
+        kernel, dtype = self._kernel(x_TK), _dtype_of(x_TK)
+        numbers_NK, scales_NB = self._weight.numbers_NK, self._weight.scales_NB
+        if isinstance(kernel, PackingRow):
+            if not is_packed(x_TK):
+                parts_PTN = linear.multiply(x_TK, numbers_NK, kernel.tiling, LinearScales(scales_NB, None), dtype)
+                return self._biased(parts_PTN)
+            kernel = kernel.tiling
+        own = self._rows_of(x_TK)
+        match kernel:
             case LinearTiling() as tiling:
-                parts_PTN = linear.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), dtype)
+                parts_PTN = linear.multiply(own.rows, numbers_NK, tiling, self._scales(own), dtype)
             case Fp8Tiling() as tiling:
-                parts_PTN = tiles.multiply(own.rows, self._weight.numbers_NK, tiling, self._scales(own), dtype)
+                parts_PTN = tiles.multiply(own.rows, numbers_NK, tiling, self._scales(own), dtype)
             case LibraryMatmul(exact):
-                parts_PTN = self._multiply_by_library(own.rows, self._scales(own), dtype, exact)[None]
+                parts_PTN = self._multiply_by_library(own, dtype, exact)[None]
             case None:
                 parts_PTN = self._multiply_in_blocks(own, dtype)
-        if self._bias_N is not None:
-            parts_PTN[0] += self._bias_N
-        return parts_PTN
+        return self._biased(parts_PTN)
 
     def swiglu(self, x_TK: Tensor) -> Tensor:
         """Few rows without a bias are gated by the kernel."""
@@ -67,7 +72,7 @@ class Fp8Linear:
         if self._bias_N is None and self._blocks == 1:
             tiling = select_gated_tiling(self.outputs, self.inputs, len(x_TK), x_TK.device)
         if tiling is not None:
-            own, dtype = self._rows_of(x_TK)
+            own, dtype = self._rows_of(x_TK), _dtype_of(x_TK)
             return linear.multiply_gated(own.rows, self._weight.numbers_NK, tiling, self._scales(own), dtype)
         gate_up_TN = self.logits(x_TK)
         packs = self.packs_gated and gate_up_TN.dtype == PACKED_DTYPE
@@ -79,32 +84,38 @@ class Fp8Linear:
     def logits(self, x_TK: Tensor) -> Tensor:
         return in_one_part(self(x_TK), _dtype_of(x_TK))
 
-    def _rows_of(self, x_TK: Tensor) -> tuple[ExpertRows, torch.dtype]:
-        """The rows in 8 bits, and the dtype of what they give."""
+    def _biased(self, parts_PTN: Tensor) -> Tensor:
+        if self._bias_N is not None:
+            parts_PTN[0] += self._bias_N
+        return parts_PTN
+
+    def _rows_of(self, x_TK: Tensor) -> ExpertRows:
+        """The rows in 8 bits."""
         if not is_packed(x_TK):
-            return quantize_rows(x_TK, self._blocks), x_TK.dtype
+            return quantize_rows(x_TK, self._blocks)
         assert self.takes_packed
-        return ExpertRows(numbers_of(x_TK), factors_of(x_TK)), PACKED_DTYPE
+        return ExpertRows(numbers_of(x_TK), factors_of(x_TK))
 
     def _scales(self, own: ExpertRows) -> LinearScales:
         assert own.scales is not None
         return LinearScales(self._weight.scales_NB, own.scales)
 
-    def _kernel(self, own: ExpertRows, dtype: torch.dtype) -> LinearTiling | Fp8Tiling | LibraryMatmul | None:
+    def _kernel(self, x_TK: Tensor) -> Fp8Kernel | None:
         """None: for factors of 128 inputs, and what the library, which gives bfloat16, does not multiply."""
         if self._blocks > 1:
             return None
-        kernel = select_fp8_kernel(self.outputs, self.inputs, len(own.rows), own.rows.device)
+        kernel = select_fp8_kernel(self.outputs, self.inputs, len(x_TK), x_TK.device)
         fits = self.outputs % _LIBRARY_MULTIPLE == 0 and self.inputs % _LIBRARY_MULTIPLE == 0
-        by_library = fits and own.rows.is_cuda and dtype == torch.bfloat16
+        by_library = fits and x_TK.is_cuda and _dtype_of(x_TK) == torch.bfloat16
         return None if isinstance(kernel, LibraryMatmul) and not by_library else kernel
 
-    def _multiply_by_library(self, rows_TK: Tensor, scales: LinearScales, dtype: torch.dtype, exact: bool) -> Tensor:
+    def _multiply_by_library(self, own: ExpertRows, dtype: torch.dtype, exact: bool) -> Tensor:
         """[T, N]."""
+        assert own.scales is not None
+        numbers_NK, scales_NB = self._weight.numbers_NK, self._weight.scales_NB
         out_TN: Tensor = torch._scaled_mm(
-            rows_TK, self._weight.numbers_NK.T, scales.row_T1, scales.weight_N1.T, out_dtype=dtype,
-            use_fast_accum=not exact,
-        )  # fmt: skip
+            own.rows, numbers_NK.T, own.scales, scales_NB.T, out_dtype=dtype, use_fast_accum=not exact
+        )
         return out_TN
 
     def _multiply_in_blocks(self, own: ExpertRows, dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from engine.bf12.codec import Bf12Weight
 from engine.kernels.attention import AttentionScratch, attend, attention_layout
 from engine.kernels.elementwise import cap_logits
 from engine.kernels.embedding import embed
-from engine.kernels.fp8.rows import new_packed
+from engine.kernels.packed_rows import new_packed
 from engine.kernels.ranks.exchange import RankWindows, add_norm_ranks, share_tokens
 from engine.kernels.rms_norm import add_norm, gather
 from engine.kernels.rope import Rotation, rotate_and_write

@@ -136,7 +136,7 @@ class ForwardStep(Protocol):
         self, added: Tensor | None, weight_H: Tensor, behind_H: Tensor | None = None, packs: bool = False
     ) -> Tensor:
         """Adds to the sum, and gives its RMS norm in the model's dtype, [T, H]. With a weight `behind_H`, what is added
-        goes through a norm of its own before. Where `packs` allows it, rows may be packed (kernels/fp8/rows.py)."""
+        goes through a norm of its own before. Where `packs` allows it, rows may be packed (kernels/packed_rows.py)."""
         ...
 
     def rotate_and_write(self, qkv: Tensor, qk_norm: Tensor | None, layer: int) -> Tensor:

@@ -78,7 +78,7 @@ def _dense_mlp(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, exc
 
 
 def _takes_packed(layer: object) -> bool:
-    """Whether the rows of a layer of matmuls may be packed (kernels/fp8/rows.py)."""
+    """Whether the rows of a layer of matmuls may be packed (kernels/packed_rows.py)."""
     first = layer.gate_up if isinstance(layer, GatedMlp) else layer
     return bool(getattr(first, "takes_packed", False))
 

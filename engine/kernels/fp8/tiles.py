@@ -99,6 +99,7 @@ def multiply(x_TK: Tensor, weight_NK: Tensor, tiling: Fp8Tiling, scales: LinearS
     assert inputs % SIZE_MULTIPLE == 0
     assert x_TK.dtype == weight_NK.dtype == torch.float8_e4m3fn
     assert triton.cdiv(inputs, tiling.block_k) % tiling.parts == 0, "parts are equal"
+    assert scales.row_T1 is not None
     for each in (x_TK, weight_NK, scales.row_T1, scales.weight_N1):
         assert each.is_contiguous()
     assert scales.row_T1.shape == (rows, 1)

@@ -5,7 +5,7 @@ A GPU or a shape that was not measured gets a choice by a rule that follows from
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any, Final
 
@@ -29,14 +29,41 @@ class LibraryMatmul:
     exact: bool
 
 
-Fp8Kernel = LinearTiling | Fp8Tiling | LibraryMatmul
-_KERNELS: Final[dict[str, type[Fp8Kernel]]] = {"rows": LinearTiling, "tiles": Fp8Tiling, "library": LibraryMatmul}
+@dataclass(frozen=True, slots=True)
+class PackingRow:
+    """The kernel of linear.py for one row that it brings to 8 bits itself, where nobody has."""
+
+    tiling: LinearTiling
+
+
+Fp8Kernel = LinearTiling | PackingRow | Fp8Tiling | LibraryMatmul
 
 
 def kernel_entry(kernel: Fp8Kernel) -> list[str | int | bool]:
     """A kernel as a table has it: its name, then its numbers."""
-    name = next(name for name, kind in _KERNELS.items() if isinstance(kernel, kind))
-    return [name, *(getattr(kernel, field) for field in kernel.__dataclass_fields__)]
+    match kernel:
+        case PackingRow(tiling):
+            return ["packing row", *astuple(tiling)]
+        case LinearTiling():
+            return ["rows", *astuple(kernel)]
+        case Fp8Tiling():
+            return ["tiles", *astuple(kernel)]
+        case LibraryMatmul(exact):
+            return ["library", exact]
+
+
+def kernel_of(entry: list[Any]) -> Fp8Kernel:
+    """The kernel of a table's entry. Raises ValueError for one of another name."""
+    match entry:
+        case ["packing row", *numbers]:
+            return PackingRow(LinearTiling(*numbers))
+        case ["rows", *numbers]:
+            return LinearTiling(*numbers)
+        case ["tiles", *numbers]:
+            return Fp8Tiling(*numbers)
+        case ["library", exact]:
+            return LibraryMatmul(exact)
+    raise ValueError(f"{entry}: there is no such kernel for 8 bits")
 
 
 def select_fp8_kernel(outputs: int, inputs: int, rows: int, device: torch.device) -> Fp8Kernel:
@@ -77,9 +104,4 @@ def rule_tiling(outputs: int, inputs: int, rows: int, gated: bool) -> LinearTili
 @cache
 def _measured(outputs: int, inputs: int, bucket: int, gated: bool, gpu: str) -> Fp8Kernel | None:
     entry = load_table(gpu).get(fp8_key(outputs, inputs, gated), {}).get(str(bucket))
-    if entry is None:
-        return None
-    name, *numbers = entry
-    kind: Any = _KERNELS[name]
-    kernel: Fp8Kernel = kind(*numbers)
-    return kernel
+    return None if entry is None else kernel_of(entry)

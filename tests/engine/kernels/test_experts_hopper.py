@@ -74,23 +74,22 @@ def in_fp8(rows: int, gated: bool, blocks: int, alone: bool) -> Any:
     return grouped("qwen3", rows, gated, **changes, w=FP8, x=FP8)
 
 
-def dense_in_fp8(rows: int, gated: bool) -> Any:
-    """Llama-3.1-8B's gate above up, or its qkv, in 8 bits, for few rows."""
+def dense_in_fp8(rows: int, gated: bool, packs: bool = False) -> Any:
+    """Llama-3.1-8B's gate above up, or its qkv, in 8 bits, for few rows, or one that the kernel packs."""
     tiling = rule_tiling(28672 if gated else 6144, 4096, rows, gated)
     constants = {
-        "GATED": gated, "MASKED": False, "SCALED": True, "BLOCK_T": max(16, triton.next_power_of_2(rows)),
+        "GATED": gated, "MASKED": False, "SCALED": True, "PACKS": packs, "WIDTH": 4096,
+        "BLOCK_T": max(16, triton.next_power_of_2(rows)),
         "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "STAGES": tiling.stages,
     }  # fmt: skip
-    return compiled(linear._multiply_rows, constants, tiling.warps, w=FP8, x=FP8)
+    return compiled(linear._multiply_rows, constants, tiling.warps, w=FP8, x="*bf16" if packs else FP8)
 
 
 def tiled_in_fp8(tiling: Fp8Tiling) -> Any:
     constants = {"EXACT": tiling.exact, "BLOCK_T": tiling.block_t, "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k}
-    maps = {
-        "x": f"tensordesc<fp8e4nv[{tiling.block_t}, {tiling.block_k}]>",
-        "w": f"tensordesc<fp8e4nv[{tiling.block_n}, {tiling.block_k}]>", "out": "*fp32" if tiling.parts > 1 else "*bf16",
-    }  # fmt: skip
-    return compiled(tiles._multiply_tiles, constants, tiling.warps, tiling.stages, **maps)
+    x, w = (f"tensordesc<fp8e4nv[{rows}, {tiling.block_k}]>" for rows in (tiling.block_t, tiling.block_n))
+    out = "*fp32" if tiling.parts > 1 else "*bf16"
+    return compiled(tiles._multiply_tiles, constants, tiling.warps, tiling.stages, x=x, w=w, out=out)
 
 
 def one_row(model: str, gated: bool) -> Any:
@@ -147,6 +146,7 @@ def variants(model: str) -> dict[str, Any]:
             made[f"{rows} rows, {gated} {blocks}"] = in_fp8(rows, gated, blocks, alone=False)
         for rows, gated in product((1, 64, 128), (True, False)):
             made[f"{rows} rows of a dense layer, {gated}"] = dense_in_fp8(rows, gated)
+        made["a row of a dense layer that is packed on the way"] = dense_in_fp8(1, gated=False, packs=True)
         for rows in (1, 8192):
             made[f"{rows} rows of a dense layer in blocks"] = in_fp8(rows, gated=False, blocks=16, alone=True)
         for tiling in (Fp8Tiling(128, 256, 128, 2, 4, 8, False), Fp8Tiling(64, 128, 128, 1, 5, 4, True)):

@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import elementwise, reference, rms_norm, tuning_tables
+from engine.kernels import elementwise, linear, reference, rms_norm, tuning_tables
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.fp8 import tiles, tuning
-from engine.kernels.fp8.rows import factors_of, is_packed, new_packed, numbers_of
 from engine.kernels.fp8.tiles import Fp8Tiling
-from engine.kernels.fp8.tuning import LibraryMatmul, kernel_entry, select_fp8_kernel, select_gated_tiling
+from engine.kernels.fp8.tuning import (
+    LibraryMatmul,
+    PackingRow,
+    kernel_entry,
+    kernel_of,
+    select_fp8_kernel,
+    select_gated_tiling,
+)
 from engine.kernels.linear import LinearScales, LinearTiling
+from engine.kernels.packed_rows import factors_of, is_packed, new_packed, numbers_of
+from engine.layers import linear_fp8
 from engine.layers.fp8_weight import Fp8Weight
 from engine.layers.linear_fp8 import Fp8Linear
 from engine.weights import fp8
@@ -101,17 +109,49 @@ def test_a_row_has_the_same_bits_whatever_lies_beside_it() -> None:
 
 @pytest.mark.parametrize("rows", [3, 150])
 def test_a_layer_gives_for_packed_rows_what_it_gives_for_the_same_in_bfloat16(rows: int) -> None:
-    linear, x_TK = Fp8Linear(Fp8Weight(*fp8.quantize(random(96, 256, seed=2)))), random(rows, 256, seed=3)
+    layer, x_TK = Fp8Linear(Fp8Weight(*fp8.quantize(random(96, 256, seed=2)))), random(rows, 256, seed=3)
     x_TK = x_TK.bfloat16()
     own, packed_TP = quantize_rows(x_TK, 1), new_packed(rows, 256, DEVICE)
     assert own.scales is not None
     numbers_of(packed_TP).copy_(own.rows)
     factors_of(packed_TP).copy_(own.scales)
-    assert linear.takes_packed
-    assert torch.equal(linear(packed_TP), linear(x_TK))
-    assert torch.equal(linear.swiglu(packed_TP), linear.swiglu(x_TK))
-    linear.packs_gated = True
-    assert is_packed(linear.swiglu(packed_TP)) == (rows > 128)
+    assert layer.takes_packed
+    assert torch.equal(layer(packed_TP), layer(x_TK))
+    assert torch.equal(layer.swiglu(packed_TP), layer.swiglu(x_TK))
+    layer.packs_gated = True
+    assert is_packed(layer.swiglu(packed_TP)) == (rows > 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("outputs", "inputs", "parts"), [(64, 256, 1), (100, 200, 1), (64, 512, 4)])
+def test_a_row_that_is_packed_on_the_way_gives_what_a_packed_one_gives(
+    outputs: int, inputs: int, parts: int, dtype: torch.dtype
+) -> None:
+    numbers_NK, scales_NB = fp8.quantize(random(outputs, inputs, seed=2))
+    x_1K, tiling = random(1, inputs, dtype=dtype, seed=3), LinearTiling(32, 128, parts, 2, 4)
+    own = quantize_rows(x_1K, 1)
+    found = linear.multiply(x_1K, numbers_NK, tiling, LinearScales(scales_NB, None), torch.float32)
+    wanted = linear.multiply(own.rows, numbers_NK, tiling, LinearScales(scales_NB, own.scales), torch.float32)
+    assert torch.equal(found, wanted)
+    x_1K[0, 7] = float("nan")
+    found = linear.multiply(x_1K, numbers_NK, tiling, LinearScales(scales_NB, None), torch.float32)
+    assert not found.isfinite().any()
+
+
+def test_a_layer_leaves_packing_to_the_kernel_that_does_it_and_packs_no_packed_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, x_1K = Fp8Linear(Fp8Weight(*fp8.quantize(random(96, 256, seed=2)))), random(1, 256, seed=3).bfloat16()
+    wanted = layer(x_1K)
+    tiling = tuning.rule_tiling(96, 256, 1, gated=False)
+    monkeypatch.setattr(linear_fp8, "select_fp8_kernel", lambda *_: PackingRow(tiling))
+    own, packed_TP = quantize_rows(x_1K, 1), new_packed(1, 256, DEVICE)
+    assert own.scales is not None
+    numbers_of(packed_TP).copy_(own.rows)
+    factors_of(packed_TP).copy_(own.scales)
+    assert torch.equal(layer(packed_TP), wanted)
+    monkeypatch.setattr(linear_fp8, "quantize_rows", None)
+    assert torch.equal(layer(x_1K), wanted)
 
 
 @pytest.fixture
@@ -137,7 +177,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_measured_shape_gets_what_was_fastest_and_others_what_the_rule_says() -> None:
     tiled = select_fp8_kernel(96, 256, 129, DEVICE)
     assert tiled == Fp8Tiling(128, 256, 128, 2, 3, 8, False)
-    assert kernel_entry(tiled) == ["tiles", 128, 256, 128, 2, 3, 8, False]
+    for kernel in (tiled, LibraryMatmul(True), LinearTiling(1, 2, 3, 4, 5), PackingRow(LinearTiling(1, 2, 3, 4, 5))):
+        assert kernel_of(kernel_entry(kernel)) == kernel
     assert select_fp8_kernel(96, 256, 512, DEVICE) == LibraryMatmul(exact=False)
     assert select_fp8_kernel(96, 256, 9, DEVICE) == LinearTiling(64, 128, 1, 5, 4)
     assert isinstance(select_fp8_kernel(96, 256, 17, DEVICE), LinearTiling)

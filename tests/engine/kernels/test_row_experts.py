@@ -1,4 +1,4 @@
-"""engine/kernels/experts/row_experts.py against the oracle in torch: which experts a row chooses, and what they give."""
+"""engine/kernels/experts/row_experts.py against the oracle in torch: what a row chooses, and what that gives."""
 
 from dataclasses import replace
 

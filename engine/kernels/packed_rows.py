@@ -45,8 +45,14 @@ def factors_of(packed_TP: Tensor) -> Tensor:
 
 
 @triton.jit
+def fitting(numbers, scale):
+    """Float32 numbers ÷ their factor, no larger than 8 bits have them."""
+    return tl.minimum(tl.maximum(numbers / scale, -_MAX), _MAX)
+
+
+@triton.jit
 def in_8_bits(row):
     """A row's float32 numbers as they fit 8 bits, and its factor. What is no number leaves its row none."""
     largest = tl.max(tl.where(row == row, tl.abs(row), float("inf")), 0)
     scale = tl.maximum(largest, _LEAST) / _MAX
-    return tl.minimum(tl.maximum(row / scale, -_MAX), _MAX), scale
+    return fitting(row, scale), scale
