@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.layers.linear_fp8 import Fp8Linear
 from engine.models.config import ModelConfigError, read_decoder_config
 from engine.models.decoder_config import Fp8Scales
+from engine.models.llama import GatedMlp
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.weights import fp8
@@ -144,11 +145,17 @@ def test_a_gpu_that_has_no_such_numbers_expands_them(
 @skip_if_bfloat16_varies()
 @pytest.mark.usefixtures("inference")
 def test_a_gpus_dense_parameters_take_what_was_planned(tmp_path: Path) -> None:
+    """Rows may be packed, since outputs of so few inputs have one factor each."""
     packed, _ = quantized("llama 2", "blocks", tmp_path)
     source = WeightSource.open(packed, read_decoder_config(packed), torch.bfloat16, GPU, random=False)
     parameters = replace(source, device=CPU).load(lambda: None)
     assert weights_bytes(parameters) == source.bytes + (parameters.head.bytes if source.config.tied_head else 0)
-    assert isinstance(parameters.layers[0].qkv, Fp8Linear)
+    layer = parameters.layers[0]
+    assert isinstance(layer.qkv, Fp8Linear)
+    assert isinstance(layer.mlp, GatedMlp)
+    assert isinstance(layer.mlp.gate_up, Fp8Linear)
+    assert layer.packs == (True, True)
+    assert layer.mlp.gate_up.packs_gated
 
 
 def test_rotated_rows_take_their_factors_along(tmp_path: Path) -> None:
