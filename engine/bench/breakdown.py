@@ -14,10 +14,12 @@ from engine.bench.geometries import RooflineBound
 
 _KINDS: Final = (  # the first that a kernel's name contains
     ("attention", ("_narrow", "_wide", "_merge_rows", "attention")),
-    ("linear", ("_multiply", "nvjet", "gemm", "cutlass", "cublas", "splitK", "aten::mm", "linear")),
+    ("linear", ("_multiply", "_gate_row", "nvjet", "gemm", "cutlass", "cublas", "splitK", "aten::mm", "linear")),
     ("add + norm", ("_add_norm", "_gather")),
     ("rotary + KV write", ("_rotate_and_write",)),
-    ("silu · up", ("_silu_and_multiply",)),
+    ("silu · up", ("_silu_and_multiply", "_silu_and_pack")),
+    ("rows to 8 bits", ("_quantize",)),
+    ("routing", ("_route", "_list_blocks")),
     ("sampling", ("_draw", "_cut", "_penalise", "_count", "_add_biases", "_forbid", "reduce_kernel")),
     ("embedding", ("_embed",)),
     ("copies", ("Memcpy", "Memset", "copy")),
