@@ -30,6 +30,7 @@ from engine.handover.dial import dial
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.staging import StagingArea
+from engine.handover.transport import HostPiece
 from engine.protocol.frames import Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams, Scope, ScopeKind
@@ -187,7 +188,8 @@ def handover_bytes_s(address: tuple[str, int], total: int) -> float:
             wake.wait(1.0)
             wake.clear()
             continue
-        piece[:] = source
+        assert isinstance(piece, HostPiece)
+        piece.view[:] = source
         sender.push([b"n" * 32] * sender.max_run, piece)
     sender.seal()
     while not sender.ended:

@@ -18,7 +18,14 @@ import torch
 
 from engine.execution.cuda_graphs import capture_sizes
 from engine.execution.kv_groups import GpuKVGroup, all_memories, open_tier
-from engine.execution.memory_plan import CONTEXT_BYTES, GRAPH_BYTES, host_tier_bytes, kv_blocks, paged_layout
+from engine.execution.memory_plan import (
+    CONTEXT_BYTES,
+    GRAPH_BYTES,
+    host_tier_bytes,
+    kv_blocks,
+    paged_layout,
+    windows_bytes,
+)
 from engine.kvcache.host_tier import HostKVTier
 from engine.kvcache.layer_pools import LayerPools, group_shapes
 from engine.kvcache.tensors import KVPool
@@ -71,6 +78,7 @@ class GpuMemory:
     tier            host memory for blocks that do not fit here, if the spec asks for it.
     standby         the host's copy of the weights is made ahead, while nothing else is to be done.
     windows         what several ranks share (memory/symmetric.py), held of the device for good, asleep too.
+    handover_bytes  left to windows for blocks that other replicas hand over; none while it sleeps.
     sampled_rows    how many tokens the last launched step sampled, to which the next may point; 0 after a wake.
     """
 
@@ -84,6 +92,7 @@ class GpuMemory:
         self.standby = False
         self.sampled_rows = 0
         self.windows: RankWindows | None = None
+        self.handover_bytes = windows_bytes(model, pools.pools, weights.arena.max_bytes)
         self.pools = pools
         self.workspace = Workspace(weights.arena, stream.device)
         self.stream = stream
@@ -210,7 +219,7 @@ class GpuMemory:
 
     def fixed_bytes(self, graphs: int) -> int:
         """What the model takes of the device beside its KV, with so many graphs."""
-        return self._asleep_bytes(graphs) + self._weights.bytes + self.workspace.bytes
+        return self._asleep_bytes(graphs) + self._weights.bytes + self.workspace.bytes + self.handover_bytes
 
     def _asleep_bytes(self, graphs: int) -> int:
         windows_bytes = 0 if self.windows is None else self.windows.bytes

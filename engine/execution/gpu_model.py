@@ -79,7 +79,7 @@ class GpuModel:
         )
         resources.callback(self.memory.close)
         if part is not None:
-            self.memory.windows = part.windows
+            self.memory.windows, self.memory.handover_bytes = part.windows, 0  # no blocks of ranks go anywhere
 
     def runner(self, graph_rows: int) -> GpuRunner:
         return GpuRunner(

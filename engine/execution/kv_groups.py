@@ -15,6 +15,7 @@ from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.virtual_memory import HostMemoryDriver, MemoryDriver
 from engine.memory.workspace import Workspace
 from engine.protocol.specs import ModelSpec
+from engine.step.exchange import Gathered
 from engine.step.executor import PagedLayout, PagedMemory
 from engine.step.key_span import FULL
 
@@ -69,9 +70,15 @@ class CpuKVGroup:
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
         self.pool.copy(*(torch.tensor(blocks, dtype=torch.int64) for blocks in (sources, targets)))
 
-    def gather(self, blocks: Items[int], into: memoryview) -> None:
-        """As in BlockExchange."""
+    @property
+    def windows(self) -> None:
+        """As in BlockExchange: what a CPU computes in is shared as it is."""
+        return None
+
+    def gather(self, blocks: Items[int], into: memoryview) -> Gathered:
+        """As in BlockExchange, at once."""
         self.pool.gather(torch.tensor(blocks, dtype=torch.int64), self._as_blocks(into, len(blocks)))
+        return Gathered()
 
     def scatter(self, blocks: Items[int], gathered: memoryview) -> None:
         """As in BlockExchange."""
@@ -129,6 +136,7 @@ class GpuKVGroup:
         self._stream = stream
         self._workspace = workspace
         self._arrivals = arrivals
+        self._copied = stream.mark()
 
     @property
     def mapped(self) -> list[int]:
@@ -147,6 +155,13 @@ class GpuKVGroup:
         self._follow_restored()
         with self._stream.entered(), self._workspace.entered():
             self.pool.copy(self._ids(sources), self._ids(targets))
+            self._copied.set()
+
+    def settle(self, stream: DeviceStream) -> None:
+        """Queues what comes in another stream behind what brought blocks here beside the steps."""
+        stream.follow(self._copied)
+        for mark in self._arrivals()[:1]:
+            stream.follow(mark)
 
     def unmap(self, extents: Items[int]) -> None:
         """Zeroes these extents and gives their memory back, when the device has done what is queued."""

@@ -16,6 +16,7 @@ from engine.step.executor import PagedLayout, split_extents
 from engine.step.key_span import FULL, KeySpan
 
 _UNKEPT_BLOCKS_MAX: Final = 1 << 20
+_WINDOWS_PART: Final = 32  # of a device at most one such part is for blocks that come from other replicas
 GRAPH_BYTES: Final = 1 << 20  # what each captured graph takes
 CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
 
@@ -71,6 +72,13 @@ def host_tier_bytes(model: ModelSpec, pools: Items[KVPool], tokens: int) -> list
         )
         for pool in pools
     ]
+
+
+def windows_bytes(model: ModelSpec, pools: Items[KVPool], device_bytes: int) -> int:
+    """How much of a device is left to windows, into which other replicas hand over blocks."""
+    if len(pools) > 1 or pools[0].shape.span != FULL or pools[0].shape.layer_block_bytes % 8:
+        return 0
+    return min(model.handover_bytes, device_bytes // _WINDOWS_PART)
 
 
 def _public_prefix_blocks(model: ModelSpec) -> int:

@@ -19,6 +19,7 @@ from engine.models.config import ModelConfig, is_encoder, read_decoder_config, r
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
+from engine.step.exchange import BlockExchange
 from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
 from engine.weights.load import ModelFiles
 from engine.weights.source import WeightSource
@@ -57,19 +58,22 @@ def _open_decoder(
     images: ImageEncoder | None = None
     with ExitStack() as resources:
         parts: DecoderParts
+        exchange: BlockExchange | None
         if where.type == "cpu":  # pictures are seen here alone: attention on a GPU has no rows that see ahead
             source = source.with_vision(read_vision_config(Path(model.folder)))
             runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
             parts, images = (runner, memory, report), memory.images
+            exchange = block_exchange(memory.memories)
         else:
-            from engine.execution.open_gpu import open_gpu  # only here: a CPU needs no Triton
+            from engine.execution.open_gpu import open_exchange, open_gpu  # only here: a CPU needs no Triton
 
             try:
                 parts = open_gpu(model, config, source, tokens, beat, device_bytes, standby, resources)
+                exchange = open_exchange(model, parts[1], resources)
             except OutOfDeviceMemory as error:
                 raise DoesNotFit(f"{model.name}: {error}") from error
         loaded = loaded_decoder(model, config, tokens, files, parts, resources, images)
-        return replace(loaded, exchange=block_exchange(parts[1].memories))
+        return replace(loaded, exchange=exchange)
 
 
 def read_decoder(model: ModelSpec, where: torch.device) -> tuple[ModelConfig, int, ModelFiles, WeightSource]:

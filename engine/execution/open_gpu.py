@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
+from weakref import proxy
 
 import torch
 
@@ -14,6 +15,9 @@ from engine.execution.gpu_memory import GpuMemory
 from engine.execution.gpu_model import GpuModel, RankPart
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
 from engine.execution.memory_plan import GRAPH_BYTES, initial_extents
+from engine.kernels import block_copies
+from engine.kvcache.device_exchange import DeviceBlockExchange
+from engine.memory.symmetric import window_driver
 from engine.models.config import ModelConfig
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
@@ -82,13 +86,29 @@ def _map_extents(
     model, memory = opened.model, opened.memory
     pools = memory.pools.pools
     free = torch.cuda.mem_get_info(memory.stream.device)[0] + memory.kv_bytes - runner.max_graphs * GRAPH_BYTES
-    free -= scarce_bytes
+    free -= scarce_bytes + memory.handover_bytes
     kv_room_bytes = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
     if device_bytes is not None:
         kv_room_bytes = min(kv_room_bytes, device_bytes - memory.fixed_bytes(runner.max_graphs))
     counts = initial_extents(model, pools, opened.context_tokens, kv_room_bytes, free)
     for pool, paged, count in zip(pools, all_memory.memories[-len(pools) :], counts, strict=True):
         paged.map(range(len(pool.mapped), count))
+
+
+def open_exchange(model: ModelSpec, memory: DecoderMemory, resources: ExitStack) -> DeviceBlockExchange | None:
+    """How blocks of a model in one process go to other replicas and come from them, where the spec gives that memory
+    and all layers keep the same ones. `resources` closes it before the memory."""
+    if not isinstance(memory, GpuMemory) or not memory.handover_bytes:
+        return None
+    (group,), stream = memory.groups, memory.stream
+    weak = proxy(memory)  # as in the memory itself
+    exchange = DeviceBlockExchange(
+        group.pool, stream, block_copies, window_driver(stream.device), memory.handover_bytes,
+        lambda: weak.awake, group.settle,
+    )  # fmt: skip
+    resources.callback(exchange.close)
+    exchange.compile()
+    return exchange
 
 
 def _report(

@@ -1,8 +1,10 @@
 """What two replicas say to each other while KV blocks move, and how bytes become that: a 4-byte big-endian length and
 one msgpack-encoded tagged struct. Bytes of blocks follow the BlockRun that names them, unless the memory is shared.
 
-    sender → receiver   HandoverOffer │ BlockRun… HandoverBeat… │ HandoverSeal │
-    receiver → sender                 │ HandoverGrant  BlocksTaken… │            │ HandoverSealed
+    sender → receiver   HandoverOffer │ [WindowAnswer] BlockRun… HandoverBeat… │ HandoverSeal │
+    receiver → sender                 │ HandoverGrant  BlocksTaken…            │              │ HandoverSealed
+
+A grant of the device's memory is answered; where the sender does not reach it, another one follows, of the host's.
 
 It knows no sockets, no sequences and no tensors.
 """
@@ -19,6 +21,7 @@ ID_BYTES: Final = 16
 MESSAGE_BYTES_MAX: Final = 64 << 10
 RUN_BLOCKS_MAX: Final = 512  # in one message
 RUN_BYTES_MAX: Final = 1 << 20  # of blocks that travel behind one message, but for a block that alone is larger
+WINDOW_RUN_BYTES_MAX: Final = 64 << 20  # of blocks that a device copies by itself: 0.17 ms of NVLink
 LENGTH: Final = struct.Struct(">I")
 
 
@@ -37,8 +40,9 @@ class HandoverFault(enum.StrEnum):
 
 class HandoverOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """The first message: at most `blocks` blocks of block_bytes each are to be held under `id`, which does not tell the
-    key. `boot` is the start of the receiver that is meant. `shares_memory`: the sender can take a descriptor. Where
-    there are `regions`, a receiver in none of them refuses."""
+    key. `boot` is the start of the receiver that is meant. `shares_memory`: the sender can take a descriptor, and one
+    of a device's memory where that is of its kind of `windows`. Where there are `regions`, a receiver in none of them
+    refuses."""
 
     version: int
     id: bytes
@@ -50,14 +54,23 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     blocks: int
     shares_memory: bool = False
     regions: list[str] = []
+    windows: str = ""
 
 
 class HandoverGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """There is room. Whoever hears nothing of the other for lease_ms lets go. `shared`: a byte follows with the
-    descriptor of the memory that the blocks are to be written to."""
+    descriptor of the memory that the blocks are to be written to. `window`: it is the device's, and checksums are those
+    of devices (kernels/block_copies.py)."""
 
     lease_ms: int
     shared: bool = False
+    window: bool = False
+
+
+class WindowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="window"):
+    """Whether the sender reaches the memory that it was granted."""
+
+    mapped: bool
 
 
 class HandoverRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
@@ -68,7 +81,8 @@ class HandoverRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal
 
 
 class BlockRun(msgspec.Struct, frozen=True, array_like=True, tag="run"):
-    """Blocks first, first + 1, …: their names, one behind the other, and a checksum (XXH3, 64 bits) of each."""
+    """Blocks first, first + 1, …: their names, one behind the other, and a checksum of each, of 64 bits: XXH3, or in
+    a window that of devices."""
 
     first: int
     names: bytes
@@ -103,6 +117,7 @@ class HandoverSealed(msgspec.Struct, frozen=True, array_like=True, tag="sealed")
 Message = (
     HandoverOffer
     | HandoverGrant
+    | WindowAnswer
     | HandoverRefusal
     | BlockRun
     | HandoverBeat
@@ -151,3 +166,8 @@ def handover_id(key: bytes) -> bytes:
 def run_blocks(block_bytes: int) -> int:
     """How many blocks of this size one message announces at most."""
     return max(1, min(RUN_BLOCKS_MAX, RUN_BYTES_MAX // block_bytes))
+
+
+def window_run_blocks(block_bytes: int) -> int:
+    """How many blocks one message announces at most that a device copied by itself."""
+    return max(1, min(RUN_BLOCKS_MAX, WINDOW_RUN_BYTES_MAX // block_bytes))

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import xxhash
-
 from engine.handover.channel import HandoverLost, MessageChannel
 from engine.handover.messages import (
     HANDOVER_VERSION,
@@ -28,10 +26,11 @@ from engine.handover.messages import (
     HandoverRefusal,
     HandoverSeal,
     HandoverSealed,
-    run_blocks,
+    WindowAnswer,
 )
 from engine.handover.staging import StagedPrefix, StagingArea, StagingRefused
 from engine.log import log
+from engine.step.exchange import WindowClosed
 from prefixcache.names import NAME_BYTES, split_names
 
 LEASE_S: Final = 3.0
@@ -121,46 +120,58 @@ class HandoverReceiver:
     def _receive(self, channel: MessageChannel) -> None:
         """One handover, to its end. Raises HandoverLost and HandoverError; nothing of it is held then."""
         offer = channel.receive(HandoverOffer)
+        staged, sealed = None, False
         try:
             self._check(offer)
-            staged = self._area.open(offer.id, offer.block_bytes, offer.blocks, offer.shares_memory)
-        except StagingRefused as refused:
-            channel.send(HandoverRefusal(refused.fault, str(refused)))
-            log("handover_refused", level="warning", fault=refused.fault, problem=str(refused))
-            return
-        sealed = False
-        try:
-            channel.send(HandoverGrant(int(self._lease_s * 1e3), staged.descriptor is not None))
-            if staged.descriptor is not None:
-                channel.send_descriptor(staged.descriptor)
+            staged = self._area.open(offer.id, offer.block_bytes, offer.blocks, offer.shares_memory, offer.windows)
+            self._grant(channel, staged, offer)
             while not isinstance(message := channel.receive(BlockRun, HandoverBeat, HandoverSeal), HandoverSeal):
+                if staged.revoked:
+                    raise HandoverLost("the device's memory is wanted back")
                 if isinstance(message, BlockRun):
                     self._take(channel, staged, message)
             if message.blocks != len(staged.names):
                 raise HandoverError(f"{message.blocks} blocks are sealed, and {len(staged.names)} came")
             self._area.seal(staged)
             sealed = True
+        except StagingRefused as refused:
+            channel.send(HandoverRefusal(refused.fault, str(refused)))
+            log("handover_refused", level="warning", fault=refused.fault, problem=str(refused))
+            return
+        except WindowClosed as error:
+            raise HandoverLost(str(error)) from error
         finally:
-            if not sealed:
+            if staged is not None and not sealed:
                 staged.release()
         self._on_sealed()
         channel.send(HandoverSealed(staged.whole))
 
+    def _grant(self, channel: MessageChannel, staged: StagedPrefix, offer: HandoverOffer) -> None:
+        """Grants the memory that was staged; a window that the sender does not reach becomes memory of the host. Raises
+        HandoverLost, HandoverError and StagingRefused."""
+        lease_ms = int(self._lease_s * 1e3)
+        if staged.memory.in_window:
+            self._send_grant(channel, HandoverGrant(lease_ms, True, True), staged)
+            if channel.receive(WindowAnswer).mapped:
+                return
+            log("handover_window_out_of_reach", level="warning")
+            self._area.to_host(staged, offer.shares_memory)
+        self._send_grant(channel, HandoverGrant(lease_ms, staged.memory.descriptor is not None), staged)
+
+    def _send_grant(self, channel: MessageChannel, grant: HandoverGrant, staged: StagedPrefix) -> None:
+        channel.send(grant)
+        if staged.memory.descriptor is not None:
+            channel.send_descriptor(staged.memory.descriptor)
+
     def _take(self, channel: MessageChannel, staged: StagedPrefix, run: BlockRun) -> None:
-        """Takes in a run of blocks, and compares them with their checksums while they are in the processor's cache."""
+        """Takes in a run of blocks, and compares them with their checksums. Raises WindowClosed too."""
         names, count = split_names(run.names), len(run.checksums)
         if run.first != len(staged.names) or run.first + count > staged.max_blocks:
             raise HandoverError(f"{count} blocks from {run.first} on are not those awaited")
-        if len(names) != count or len(run.names) % NAME_BYTES or not 0 < count <= run_blocks(staged.block_bytes):
+        if len(names) != count or len(run.names) % NAME_BYTES or not 0 < count <= staged.memory.run_blocks:
             raise HandoverError(f"{len(run.names)} bytes of names, and {count} checksums")
-        began_s, whole = time.monotonic(), 0
-        with staged.view(run.first, count) as view:
-            for at, checksum in enumerate(run.checksums):
-                with view[at * staged.block_bytes : (at + 1) * staged.block_bytes] as block:
-                    if staged.descriptor is None:
-                        channel.receive_into(block)
-                    if whole == at and xxhash.xxh3_64_intdigest(block) == checksum:
-                        whole += 1
+        began_s = time.monotonic()
+        whole = staged.memory.compare(run.first, run.checksums, channel.receive_into)
         if whole < count:
             self._area.count_corrupt(count - whole)
             log("handover_corrupt", level="error", block=run.first + whole, blocks=count)

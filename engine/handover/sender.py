@@ -1,19 +1,19 @@
 """Pushes a sequence's KV to another replica while the sequence goes on: a thread for each handover, which waits for the
 receiver so that the replica's loop never does.
 
-The loop asks how far it may go, copies blocks into a piece and queues it; the pieces are few, so that a slow receiver
-holds up its handover and takes no memory. While nothing is to be sent the thread tells the receiver that it lives.
+The loop asks how far it may go, begins to copy blocks into a piece and queues it; the pieces are few, so that a slow
+receiver holds up its handover and takes no memory. While nothing is to be sent the thread tells the receiver that it
+lives.
 """
 
 import enum
+import os
 import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
-
-import xxhash
 
 from engine.handover.channel import HandoverLost, MessageChannel
 from engine.handover.messages import (
@@ -27,11 +27,14 @@ from engine.handover.messages import (
     HandoverRefusal,
     HandoverSeal,
     HandoverSealed,
+    WindowAnswer,
     handover_id,
     run_blocks,
 )
 from engine.handover.receiver import LEASE_S, BlockFormat
-from engine.handover.transport import SharedMemoryTransport, SocketTransport, Transport
+from engine.handover.transport import Piece, SharedMemoryTransport, SocketTransport, Transport, WindowTransport
+from engine.log import log
+from engine.step.exchange import BlockWindows, WindowUnreachable
 
 _BEATS: Final = 4  # in a lease
 
@@ -68,9 +71,10 @@ class OutgoingHandover:
 
     def __init__(
         self, plan: HandoverPlan, format: BlockFormat, connect: Callable[[str], socket.socket],
-        on_change: Callable[[], None], lease_s: float = LEASE_S,
+        on_change: Callable[[], None], lease_s: float = LEASE_S, windows: BlockWindows | None = None,
     ) -> None:  # fmt: skip
-        """`connect` may raise OSError; `on_change` is called by the thread when there is more to do or it has ended."""
+        """`connect` may raise OSError; `on_change` is called by the thread when there is more to do or it has ended.
+        With `windows` blocks go into memory of the receiver's device, where this one reaches it."""
         self.state = HandoverState.ASKING
         self.problem = ""
         self.pushed = 0
@@ -81,29 +85,36 @@ class OutgoingHandover:
         self._connect = connect
         self._on_change = on_change
         self._lease_s = lease_s
+        self._windows = windows
         self._transport: Transport | None = None
-        self._queue: queue.SimpleQueue[tuple[BlockRun, memoryview] | HandoverSeal | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[BlockRun, Piece] | HandoverSeal | None] = queue.SimpleQueue()
         self._channel: MessageChannel | None = None
         self._sealing = False
-        threading.Thread(target=self._run, name="handover", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
+        self._thread.start()
 
     @property
     def max_run(self) -> int:
         """How many blocks a piece holds."""
-        return run_blocks(self._format.block_bytes)
+        return run_blocks(self._format.block_bytes) if self._transport is None else self._transport.max_run
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the device copies blocks to the receiver by itself: the loop begins that, and does none of it."""
+        return self._transport is not None and self._transport.in_window
 
     @property
     def ended(self) -> bool:
         return self.state >= HandoverState.SEALED
 
-    def piece(self, count: int) -> memoryview | None:
-        """Memory for the next so many blocks, None while the receiver is behind or has not answered."""
+    def piece(self, count: int) -> Piece | None:
+        """A place for the next so many blocks, None while the receiver is behind or has not answered."""
         if self.state != HandoverState.MOVING or self._sealing or self._transport is None:
             return None
         return self._transport.piece(self.pushed, count)
 
-    def push(self, names: list[bytes], piece: memoryview) -> None:
-        """Queues the blocks of these names, which lie in the piece."""
+    def push(self, names: list[bytes], piece: Piece) -> None:
+        """Queues the blocks of these names, with which the piece is filled."""
         self._queue.put((BlockRun(self.pushed, b"".join(names), []), piece))
         self.pushed += len(names)
 
@@ -120,6 +131,10 @@ class OutgoingHandover:
         self._queue.put(None)
         if self._channel is not None:
             self._channel.close()
+
+    def join(self, limit_s: float) -> None:
+        """Waits until an ended handover has let go of all it had."""
+        self._thread.join(limit_s)
 
     def _run(self) -> None:
         state, problem = HandoverState.FAILED, ""
@@ -150,15 +165,45 @@ class OutgoingHandover:
             HandoverOffer(
                 HANDOVER_VERSION, handover_id(plan.key), plan.boot, own.model, own.revision, own.layout,
                 own.block_bytes, plan.blocks, shares, list(plan.regions),
+                self._windows.kind if self._windows is not None and shares else "",
             )
         )  # fmt: skip
+        grant = self._granted(channel)
+        self._lease_s = min(self._lease_s, grant.lease_ms / 1e3)
+        if grant.window:
+            if (transport := self._open_window(channel)) is not None:
+                return transport
+            grant = self._granted(channel)
+        if grant.shared:
+            return SharedMemoryTransport(channel, own.block_bytes, plan.blocks, channel.receive_descriptor())
+        return SocketTransport(channel, own.block_bytes)
+
+    def _granted(self, channel: MessageChannel) -> HandoverGrant:
+        """Raises HandoverLost, and HandoverError where it is refused."""
         answer = channel.receive(HandoverGrant, HandoverRefusal)
         if isinstance(answer, HandoverRefusal):
             raise HandoverError(f"refused ({answer.fault}): {answer.message}")
-        self._lease_s = min(self._lease_s, answer.lease_ms / 1e3)
-        if answer.shared:
-            return SharedMemoryTransport(channel, own.block_bytes, plan.blocks, channel.receive_descriptor())
-        return SocketTransport(channel, own.block_bytes)
+        return answer
+
+    def _open_window(self, channel: MessageChannel) -> Transport | None:
+        """The receiver's window, None where this device does not reach it; the receiver is told. Raises HandoverLost
+        and HandoverError."""
+        descriptor = channel.receive_descriptor()
+        if self._windows is None:
+            os.close(descriptor)
+            raise HandoverError("a window that nobody asked for")
+        try:
+            window = self._windows.open(descriptor, self.plan.blocks)
+        except WindowUnreachable as error:
+            log("handover_window_out_of_reach", level="warning", problem=str(error))
+            channel.send(WindowAnswer(False))
+            return None
+        try:
+            channel.send(WindowAnswer(True))
+        except HandoverLost:
+            window.close()
+            raise
+        return WindowTransport(channel, self._format.block_bytes, window)
 
     def _move(self, channel: MessageChannel, transport: Transport) -> bool:
         """Sends what is queued, up to the seal. False where it was given up."""
@@ -181,7 +226,5 @@ class OutgoingHandover:
                 self.bytes_s = 1e6 * self.pushed * self._format.block_bytes / took_us if took_us else 0.0
                 return True
             run, piece = item
-            size = self._format.block_bytes
-            checksums = [xxhash.xxh3_64_intdigest(piece[at : at + size]) for at in range(0, len(piece), size)]
-            transport.send(BlockRun(run.first, run.names, checksums), piece)
+            transport.send(BlockRun(run.first, run.names, piece.checksums()), piece)
             self._on_change()

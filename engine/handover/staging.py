@@ -1,27 +1,33 @@
 """Blocks that came from another replica and wait here for the sequence that goes on with them.
 
-The blocks lie in host memory, a mapping for each handover. Memory that another process shares goes back to the system
-with its handover, which zeroes it; other memory is zeroed here and used again, since new memory costs more than what
-comes into it. Whoever claims them shows the key and tells namespace and tokens: from these the names are formed again,
-and blocks whose names differ are not found. It knows no sockets, no sequences and no tensors.
+The blocks lie in windows of the device where the sender reaches them and there is room, else in host memory, a mapping
+for each handover. Memory that another process shares goes back to the system with its handover, zeroed; other memory is
+zeroed here and used again, since new memory costs more than what comes into it. Whoever claims them shows the key and
+tells namespace and tokens: from these the names are formed again, and blocks whose names differ are not found. It knows
+no sockets, no sequences and no tensors.
 """
 
 import mmap
 import os
 import threading
+import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from engine.handover.messages import HandoverFault, handover_id
+from engine.handover.staged_memory import HostMemory, WindowMemory
+from engine.memory.errors import OutOfDeviceMemory
+from engine.step.exchange import BlockWindow, BlockWindows
 from prefixcache.names import BlockNames, next_name
 from prefixcache.namespace import Namespace
 from prefixcache.radix import TOKEN_BYTES
 
 HANDOVERS_MAX: Final = 256  # held at once
 CLAIM_S: Final = 5.0  # from the last block to the claim, and from the claim to its sequence's turn
-_ZEROS: Final = memoryview(bytes(1 << 20))
+_WRITES_END_S: Final = 0.1  # what a sender had begun that was lost is written to its window by then
 _SPARE_TIMES: Final = 4  # memory is used again for handovers of at least this part of it
 SHARES_MEMORY: Final = hasattr(os, "memfd_create")
 
@@ -38,33 +44,28 @@ class StagedPrefix:
     """The first blocks of one sequence. While they come they are their connection's, then the area's, and once claimed
     their sequence's, which releases them.
 
-    whole   so many of them have their checksums.
-    names   of all that came.
+    whole    so many of them have their checksums.
+    names    of all that came.
+    revoked  the memory is wanted back while they come: their connection is to end.
     """
 
-    def __init__(self, id: bytes, block_bytes: int, max_blocks: int, memory: mmap.mmap, descriptor: int | None) -> None:
-        """The memory has room for all blocks, and is zero; a descriptor is what another process shares it by."""
+    def __init__(self, id: bytes, block_bytes: int, max_blocks: int, memory: HostMemory | WindowMemory) -> None:
         self.id = id
         self.block_bytes = block_bytes
         self.max_blocks = max_blocks
         self.memory = memory
-        self.descriptor = descriptor
         self.names: list[bytes] = []
         self.whole = 0
         self.claimed = False
+        self.revoked = False
         self.lapses_s = float("inf")
         self.on_release: Callable[[StagedPrefix], None] | None = None
         self.purges = 0  # of its area, when it began to come
-        self._touched = 0
 
     @property
-    def memory_bytes(self) -> int:
-        return len(self.memory)
-
-    def view(self, first: int, count: int) -> memoryview:
-        """The memory of blocks first … first+count−1, to be let go before `release`."""
-        self._touched = max(self._touched, first + count)
-        return memoryview(self.memory)[first * self.block_bytes : (first + count) * self.block_bytes]
+    def sealed(self) -> bool:
+        """Whether all of them came."""
+        return self.lapses_s < float("inf")
 
     def add(self, names: list[bytes], whole: int) -> None:
         """Notes that blocks came behind those that are there, the first `whole` of which have their checksums."""
@@ -78,20 +79,6 @@ class StagedPrefix:
             released, self.on_release = self.on_release, None
             released(self)
 
-    def erase(self) -> None:
-        """Zeroes whatever was written."""
-        with memoryview(self.memory)[: self._touched * self.block_bytes] as written:
-            for at in range(0, len(written), len(_ZEROS)):
-                with written[at : at + len(_ZEROS)] as piece:
-                    piece[:] = _ZEROS[: len(piece)]
-
-    def close(self) -> None:
-        """Gives the memory back; all views are gone."""
-        self.memory.close()
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
-
 
 class StagingArea:
     """All handovers that one replica receives. Threads may use it.
@@ -100,10 +87,16 @@ class StagingArea:
                 else (foreign); of blocks: corrupt_blocks, whose checksums differ, and the claimed_blocks.
     """
 
-    def __init__(self, max_bytes: int, clock: Callable[[], float], shares_memory: bool = SHARES_MEMORY) -> None:
+    def __init__(
+        self, max_bytes: int, clock: Callable[[], float], shares_memory: bool = SHARES_MEMORY,
+        windows: BlockWindows | None = None,
+    ) -> None:  # fmt: skip
+        """At most max_bytes of the host; `windows` have a limit of their own."""
         self.max_bytes = max_bytes
         self.counters: Counter[str] = Counter()
         self.shares_memory = shares_memory
+        self._windows = windows
+        self._closing = ThreadPoolExecutor(1, thread_name_prefix="handover-close")
         self._clock = clock
         self._purges = 0
         self._lock = threading.Lock()
@@ -118,28 +111,40 @@ class StagingArea:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the handovers that are held."""
-        return sum(staged.memory_bytes for staged in list(self._held.values()))
+        """Bytes of the host of the handovers that are held."""
+        return sum(staged.memory.host_bytes for staged in list(self._held.values()))
 
-    def open(self, id: bytes, block_bytes: int, blocks: int, shared: bool) -> StagedPrefix:
-        """Memory for a handover that begins. Raises StagingRefused."""
-        size = block_bytes * blocks
-        with self._lock:
-            if id in self._held:
-                raise StagingRefused(HandoverFault.INVALID, "a handover of this id is held already")
-            if len(self._held) >= HANDOVERS_MAX or self.held_bytes + size > self.max_bytes:
-                raise StagingRefused(
-                    HandoverFault.FULL,
-                    f"{size} bytes more than {self.held_bytes} of {len(self._held)} handovers are over the limits of "
-                    f"handover_bytes, {self.max_bytes}, and of {HANDOVERS_MAX} handovers",
+    def open(self, id: bytes, block_bytes: int, blocks: int, shared: bool, windows: str = "") -> StagedPrefix:
+        """Memory for a handover that begins, the device's where the sender has `windows` of its kind. Raises
+        StagingRefused."""
+        window = self._make_window(blocks, windows if shared else "")
+        try:
+            with self._lock:
+                if id in self._held:
+                    raise StagingRefused(HandoverFault.INVALID, "a handover of this id is held already")
+                if len(self._held) >= HANDOVERS_MAX:
+                    raise StagingRefused(HandoverFault.FULL, f"{HANDOVERS_MAX} handovers are held already")
+                memory = (
+                    self._host_memory(block_bytes, blocks, shared)
+                    if window is None
+                    else WindowMemory(block_bytes, window)
                 )
-            try:
-                memory, descriptor = self._memory(size, shared and self.shares_memory)
-            except OSError as error:
-                raise StagingRefused(HandoverFault.FULL, f"the host gives no memory: {error}") from error
-            self._held[id] = staged = StagedPrefix(id, block_bytes, blocks, memory, descriptor)
-            staged.on_release, staged.purges = self._drop, self._purges
-            return staged
+                self._held[id] = staged = StagedPrefix(id, block_bytes, blocks, memory)
+                staged.on_release, staged.purges = self._drop, self._purges
+                return staged
+        except StagingRefused:
+            if window is not None:
+                window.close()
+            raise
+
+    def to_host(self, staged: StagedPrefix, shared: bool) -> None:
+        """Has a handover that nothing came of yet come into host memory: the sender does not reach its window. Raises
+        StagingRefused."""
+        assert isinstance(staged.memory, WindowMemory)
+        window = staged.memory.window
+        with self._lock:
+            staged.memory = self._host_memory(staged.block_bytes, staged.max_blocks, shared)
+        window.close()
 
     def seal(self, staged: StagedPrefix) -> None:
         """All blocks are there: they wait for their sequence, but where a purge came meanwhile."""
@@ -152,7 +157,7 @@ class StagingArea:
         `whole` ones can be read. None where there are no such: they stay for whoever they belong to."""
         with self._lock:
             staged = self._held.get(handover_id(key))
-            if staged is None or staged.claimed or not self._sealed(staged) or staged.lapses_s <= self._clock():
+            if staged is None or staged.claimed or not staged.sealed or staged.lapses_s <= self._clock():
                 self.counters["unknown"] += 1
                 return None
             whole = _matching(staged.names[: staged.whole], key, namespace, tokens)
@@ -172,7 +177,7 @@ class StagingArea:
         with self._lock:
             self._purges += 1
             for staged in self._held.values():
-                if self._sealed(staged):
+                if staged.sealed:
                     staged.lapses_s = self._clock()
 
     def count_corrupt(self, blocks: int) -> None:
@@ -184,12 +189,29 @@ class StagingArea:
         """Lets go of those whose lease is over, and returns their ids. What still comes is its connection's."""
         now = self._clock()
         with self._lock:
-            lapsed = [staged for staged in self._held.values() if self._sealed(staged) and staged.lapses_s <= now]
+            lapsed = [staged for staged in self._held.values() if staged.sealed and staged.lapses_s <= now]
         for staged in lapsed:
             self.counters["lapsed"] += 1
             staged.whole = 0
             staged.release()
         return [staged.id for staged in lapsed]
+
+    def release_windows(self) -> None:
+        """Gives the device its memory back: what lies there is found no more, and what still comes is to end."""
+        with self._lock:
+            in_windows = [staged for staged in self._held.values() if staged.memory.in_window]
+        for staged in in_windows:
+            staged.whole, staged.revoked = 0, True
+            if staged.sealed:
+                self.counters["lapsed"] += 1
+                staged.release()
+
+    def close(self) -> None:
+        """Lets go of all that no connection holds, and waits for windows that are given back."""
+        for staged in [staged for staged in list(self._held.values()) if staged.sealed]:
+            staged.whole = 0
+            staged.release()
+        self._closing.shutdown()
 
     def check(self) -> None:
         """Raises AssertionError where what is held is not what is counted."""
@@ -198,8 +220,29 @@ class StagingArea:
             assert not any(any(memory[:]) for memory in self._spare), "what was let go is not erased"
             assert all(staged.whole <= len(staged.names) <= staged.max_blocks for staged in self._held.values())
 
-    def _sealed(self, staged: StagedPrefix) -> bool:
-        return staged.lapses_s < float("inf")
+    def _make_window(self, blocks: int, windows: str) -> BlockWindow | None:
+        """Memory of the device, where the other side's is of its kind and there is room."""
+        if self._windows is None or windows != self._windows.kind or blocks < 1:
+            return None
+        try:
+            return self._windows.make(blocks)
+        except (OutOfDeviceMemory, RuntimeError, OSError):  # the host's memory is as good, and slower
+            self.counters["windows_refused"] += 1
+            return None
+
+    def _host_memory(self, block_bytes: int, blocks: int, shared: bool) -> HostMemory:
+        """Memory for so many blocks, shared where it can be. Raises StagingRefused."""
+        size = block_bytes * blocks
+        if self.held_bytes + size > self.max_bytes:
+            raise StagingRefused(
+                HandoverFault.FULL,
+                f"{size} bytes more than {self.held_bytes} of {len(self._held)} handovers are over the limit of "
+                f"handover_bytes, {self.max_bytes}",
+            )
+        try:
+            return HostMemory(block_bytes, *self._memory(size, shared and self.shares_memory))
+        except OSError as error:
+            raise StagingRefused(HandoverFault.FULL, f"the host gives no memory: {error}") from error
 
     def _memory(self, size: int, shared: bool) -> tuple[mmap.mmap, int | None]:
         """Memory of at least so many bytes, and its descriptor where it is shared. Raises OSError."""
@@ -220,14 +263,29 @@ class StagingArea:
         return memory, descriptor
 
     def _drop(self, staged: StagedPrefix) -> None:
-        staged.erase()
+        memory = staged.memory
+        if isinstance(memory, WindowMemory):
+            try:
+                self._closing.submit(self._drop_window, staged, memory.window)
+            except RuntimeError:  # the area is closed
+                self._drop_window(staged, memory.window)
+            return
+        memory.erase()
         with self._lock:
             del self._held[staged.id]
-            if staged.descriptor is None:
-                self._spare.append(staged.memory)
+            if memory.descriptor is None:
+                self._spare.append(memory.mapping)
             else:
-                self._bytes -= staged.memory_bytes
-                staged.close()
+                self._bytes -= memory.host_bytes
+                memory.close()
+
+    def _drop_window(self, staged: StagedPrefix, window: BlockWindow) -> None:
+        """Closes a window beside the loop, which would wait for the device."""
+        if not staged.sealed:
+            time.sleep(_WRITES_END_S)
+        window.close()
+        with self._lock:
+            del self._held[staged.id]
 
 
 def _matching(names: list[bytes], key: bytes, namespace: Namespace, tokens: "array[int]") -> int:

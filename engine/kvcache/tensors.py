@@ -59,6 +59,8 @@ class KVPool:
 
     One more block, `empty`, is for a CPU, where it is always zero, and pages are touched when first written, so that a
     large pool costs memory only as it fills. On a GPU what lies in a slot before it is written is anything.
+
+    words_LNW  all blocks of each layer, in words of 8 bytes where a layer's part of a block is a multiple of that.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class KVPool:
         words = memory.view(torch.int64) if shape.layer_block_bytes % 8 == 0 else memory
         block_words = shape.layer_block_bytes // words.itemsize
         strides = (layer_bytes // words.itemsize, block_words, 1)
-        self._words = words.as_strided((shape.layers, blocks + 1, block_words), strides)
+        self.words_LNW = words.as_strided((shape.layers, blocks + 1, block_words), strides)
 
     @property
     def bytes(self) -> int:
@@ -121,7 +123,7 @@ class KVPool:
     def clear(self, extents: Items[int]) -> None:
         """Zeroes all of these extents, so that nothing of what was written there reaches whoever gets the memory."""
         for first, last in contiguous_ranges(extents):
-            for words in self._words:
+            for words in self.words_LNW:
                 words[first * self.extent_blocks : last * self.extent_blocks].zero_()
 
     def write(self, layer: int, slots_T: Tensor, rows_TW: Tensor) -> None:
@@ -143,30 +145,30 @@ class KVPool:
 
         One pass over their bytes: bytes ÷ bandwidth.
         """
-        self._words.index_fill_(1, blocks_B, 0)
+        self.words_LNW.index_fill_(1, blocks_B, 0)
 
     def copy(self, sources_B: Tensor, targets_B: Tensor) -> None:
         """Copies whole blocks (int64) in all layers, in the order of the stream. No target is a source. It takes memory
         for some blocks of one layer."""
         for sources, targets in zip(sources_B.split(_COPIED_BLOCKS), targets_B.split(_COPIED_BLOCKS), strict=True):
-            for words in self._words:
+            for words in self.words_LNW:
                 words.index_copy_(0, targets, words.index_select(0, sources))
 
     def take(self, layer: int, blocks_B: Tensor, into: Tensor) -> None:
         """Copies blocks of a layer into bytes [B, layer_block_bytes]."""
-        torch.index_select(self._words[layer], 0, blocks_B, out=into.view(self._words.dtype))
+        torch.index_select(self.words_LNW[layer], 0, blocks_B, out=into.view(self.words_LNW.dtype))
 
     def put(self, layer: int, blocks_B: Tensor, taken: Tensor) -> None:
         """Copies into blocks of a layer what `take` took."""
-        self._words[layer].index_copy_(0, blocks_B, taken.view(self._words.dtype))
+        self.words_LNW[layer].index_copy_(0, blocks_B, taken.view(self.words_LNW.dtype))
 
     def gather(self, blocks_B: Tensor, into_BLW: Tensor) -> None:
         """Copies whole blocks, all layers of each, into bytes [B, layers, layer_block_bytes]."""
-        torch.index_select(self._words.transpose(0, 1), 0, blocks_B, out=into_BLW.view(self._words.dtype))
+        torch.index_select(self.words_LNW.transpose(0, 1), 0, blocks_B, out=into_BLW.view(self.words_LNW.dtype))
 
     def scatter(self, blocks_B: Tensor, gathered_BLW: Tensor) -> None:
         """Copies into whole blocks what `gather` copied."""
-        self._words.transpose(0, 1).index_copy_(0, blocks_B, gathered_BLW.view(self._words.dtype))
+        self.words_LNW.transpose(0, 1).index_copy_(0, blocks_B, gathered_BLW.view(self.words_LNW.dtype))
 
     def check(self) -> None:
         """The empty block is still zero: nothing was written through a table's padding."""

@@ -15,11 +15,12 @@ from engine.handover.dial import dial
 from engine.handover.receiver import BlockFormat
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.log import log
+from engine.memory.errors import OutOfDeviceMemory
 from engine.protocol.cache_frames import HandOver, HandOverFailed
 from engine.protocol.types import PrefillLoad
 from engine.scheduling.intake import Intake
 from engine.sequences.sequence import Sequence, SequenceState
-from engine.step.executor import BlockExchange
+from engine.step.exchange import BlockExchange
 from prefixcache.names import BlockNames, next_name
 from prefixcache.namespace import Namespace
 from prefixcache.radix import TOKEN_BYTES
@@ -28,6 +29,7 @@ OUTGOING_MAX: Final = 64  # sequences that move away at once
 TURN_PIECES: Final = 8  # copied between two steps, of at most 1 MiB each
 LINKS_MAX: Final = 64  # whose speed is remembered
 _LINK_KEPT: Final = 0.75  # of a link's speed, when another handover has measured it
+_JOIN_S: Final = 0.5  # for a handover that was given up to let go of its memory
 _MORE_BLOCKS: Final = 4  # that a sequence may fill while it moves, beyond which they are computed again
 
 
@@ -47,7 +49,7 @@ class Departures:
 
     address    where this replica takes in handovers; empty: nothing moves here.
     on_news    is called by a handover's thread.
-    counters   of sequences moved and failed, moved_blocks and sent_blocks.
+    counters   of sequences moved and failed, moved_blocks, sent_blocks, and window_blocks, which a device copied.
     links      bytes a second that blocks came at, by the address of whoever took them; of the latest LINKS_MAX.
     """
 
@@ -137,9 +139,11 @@ class Departures:
 
     def close(self) -> None:
         """Ends them all."""
-        for departure in self._moving.values():
-            if departure.outgoing is not None:
-                departure.outgoing.abort()
+        outgoing = [each.outgoing for each in self._moving.values() if each.outgoing is not None]
+        for each in outgoing:
+            each.abort()
+        for each in outgoing:
+            each.join(_JOIN_S)
         self._moving.clear()
 
     def _advance(self, key: tuple[int, int], departure: _Departure, budget: int) -> int:
@@ -161,7 +165,10 @@ class Departures:
         elif sequence.state != SequenceState.RUNNING:
             self._end(key, "it was preempted, and has no blocks any more")
         elif outgoing.state == HandoverState.MOVING:
-            return self._push(departure, outgoing, budget)
+            try:
+                return self._push(departure, outgoing, budget)
+            except OutOfDeviceMemory as error:
+                self._end(key, str(error))
         return 0
 
     def _learn(self, outgoing: OutgoingHandover) -> None:
@@ -178,10 +185,12 @@ class Departures:
         whole = min(len(sequence.tokens) // size + _MORE_BLOCKS, (sequence.max_total_tokens - 1) // size)
         plan = HandoverPlan(order.address, order.boot, order.key, max(1, whole), sequence.regions)
         folder = self.address.removeprefix("unix:").rpartition("/")[0]
-        return OutgoingHandover(plan, self.format, partial(dial, folder=folder), self.on_news)
+        windows = None if self.exchange is None else self.exchange.windows
+        return OutgoingHandover(plan, self.format, partial(dial, folder=folder), self.on_news, windows=windows)
 
     def _push(self, departure: _Departure, outgoing: OutgoingHandover, budget: int) -> int:
-        """Copies blocks that are full, and seals once these were all and the prompt's end is among them."""
+        """Begins to copy blocks that are full, and seals once these were all and the prompt's end is among them.
+        Returns how many pieces it copied itself. Raises OutOfDeviceMemory."""
         assert self.exchange is not None
         sequence, size, pieces = departure.sequence, self.unshared.block_tokens, 0
         full = min(sequence.computed // size, outgoing.plan.blocks)
@@ -189,7 +198,7 @@ class Departures:
             first, count = outgoing.pushed, min(full - outgoing.pushed, outgoing.max_run)
             if (piece := outgoing.piece(count)) is None:
                 break
-            self.exchange.gather(sequence.table[first : first + count].tolist(), piece)
+            piece.fill(self.exchange, sequence.table[first : first + count].tolist())
             names, packed = [], memoryview(sequence.tokens).cast("B")
             for block in range(first, first + count):
                 start = block * size * TOKEN_BYTES
@@ -198,7 +207,8 @@ class Departures:
             packed.release()
             outgoing.push(names, piece)
             self.counters["sent_blocks"] += count
-            pieces += 1
+            self.counters["window_blocks"] += count * outgoing.in_window
+            pieces += not outgoing.in_window
         if outgoing.pushed >= full and sequence.emitted and sequence.decoding and not sequence.loading_blocks:
             outgoing.seal()
         return pieces

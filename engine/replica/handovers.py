@@ -19,7 +19,8 @@ from engine.replica.departures import Departures
 from engine.scheduling.intake import Intake
 from engine.sequences.sequence import Sequence, SequenceState
 from engine.sequences.validation import RequestValidator
-from engine.step.executor import BlockExchange, LoadedModel
+from engine.step.exchange import BlockExchange
+from engine.step.executor import LoadedModel
 from prefixcache.namespace import Namespace
 from prefixcache.tree import EPOCHS_MAX
 
@@ -98,10 +99,14 @@ class Handovers:
         for id in self.area.sweep():
             log("handover_lapsed", level="warning", id=id.hex())
 
+    def leave_device(self) -> None:
+        """Gives the device the memory back that handovers have there: the model sleeps."""
+        self.area.release_windows()
+
     def load_counters(self) -> dict[str, int]:
-        """What ReplicaLoad says of handovers: those of the staging area and of sequences moved and failed, moved_blocks
-        and sent_blocks, each as handover_…, which only grow; and how many are held now, on either side. And how long
-        its steps took, steps_ms, and prompts in them, prompts_ms."""
+        """What ReplicaLoad says of handovers: the counters of the staging area and of the departures, each as
+        handover_…, which only grow; and how many are held now, on either side. And how long its steps took, steps_ms,
+        and prompts in them, prompts_ms."""
         if not self.address:
             return {}
         held, costs = self.area.held + self.departures.held, self.intake.step_costs
@@ -113,6 +118,7 @@ class Handovers:
         """Ends all handovers, and gives back what is held."""
         self.departures.close()
         self._resources.close()
+        self.area.close()
 
     # Inside
 
@@ -129,7 +135,8 @@ def open_handovers(
 ) -> Handovers:
     """What a replica needs to hand over sequences, and to take them in where its spec gives that memory."""
     paged = model.paged
-    works = spec.model.handover_bytes and model.exchange is not None
+    exchange = model.exchange
+    works = spec.model.handover_bytes and exchange is not None
     format = BlockFormat(
         boot=str(spec.boot),
         model=spec.model.name,
@@ -139,9 +146,9 @@ def open_handovers(
         region=spec.region,
     )
     return Handovers(
-        exchange=model.exchange,
+        exchange=exchange,
         format=format,
-        area=StagingArea(spec.model.handover_bytes, clock),
+        area=StagingArea(spec.model.handover_bytes, clock, windows=None if exchange is None else exchange.windows),
         intake=intake,
         unshared=validator.namespace(Scope()),
         address=handover_address(spec.address) if works else "",

@@ -55,8 +55,10 @@ def open_served_model(
     publish_prefixes(loop, scheduler, [validator.public_sequence(prefix) for prefix in prefixes])
     kept_bytes = spec.model.kept_kv_bytes // model.devices
     staged_bytes = spec.model.handover_bytes if model.exchange is not None else 0
-    sleep = SleepController(model.sleeper, model.memories, scheduler, loop, kept_bytes, clock, staged_bytes)
     handovers = open_handovers(model, spec, scheduler.intake, validator, clock)
+    sleep = SleepController(
+        model.sleeper, model.memories, scheduler, loop, kept_bytes, clock, staged_bytes, handovers.leave_device
+    )
     paged = model.paged
     hello = Hello(
         protocol=PROTOCOL_OLDEST,

@@ -44,10 +44,11 @@ class SleepController:
     def __init__(
         self, sleeper: Sleeper, memories: Items[PagedMemory], scheduler: Scheduler | EncoderScheduler, loop: StepLoop,
         kept_bytes: int, clock: Callable[[], float], reserved_bytes: int = 0,
+        leave_device: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`memories`: of each group of the scheduler's blocks. At most kept_bytes of host memory are for KV of system
         prompts while the model sleeps, and reserved_bytes may be taken at any moment for KV of other replicas: they
-        count as held."""
+        count as held. `leave_device` gives back what of the device is not the sleeper's, once the model sleeps."""
         self.residency = Residency.DEVICE
         self._sleeper = sleeper
         self._memories = memories
@@ -57,6 +58,7 @@ class SleepController:
         self._loop = loop
         self._kept_bytes = kept_bytes
         self._reserved_bytes = reserved_bytes
+        self._leave_device = leave_device
         self._clock = clock
         self._transition: _Transition | None = None
         self._arriving = False  # the model woke, and not all of it is there yet
@@ -147,6 +149,7 @@ class SleepController:
         except OutOfHostMemory as error:
             self._finish_wake([*map(WakeExtents, mapped, keep)])  # all is still where it was
             return self._end(transition, str(error))
+        self._leave_device()
         self._extents = [*map(len, mapped)]
         self.residency = Residency.MEMORY
         return self._end(transition)

@@ -21,9 +21,9 @@ from engine.scheduling.intake import Intake
 from engine.scheduling.step_plan import INFLIGHT_STEPS_MAX, PlacedRows, StepPlan
 from engine.sequences.prompt_images import NOT_ENCODED
 from engine.sequences.sequence import GrammarMatcher, PromptImage, Sequence
+from engine.step.exchange import BlockExchange
 from engine.step.executor import (
     Arrival,
-    BlockExchange,
     BlockTier,
     ExecutorLost,
     InflightStep,
@@ -255,14 +255,12 @@ class StepLoop:
         return self._kv is not None and bool(self._kv.staged.arrived)
 
     def _load_staged(self) -> None:
-        """Copies blocks of other replicas, at once: they are there when the next step is planned."""
+        """Copies blocks of other replicas, in the order of the launches: they are there for the next step."""
         if self._kv is None or self._exchange is None:
             return
         for load in self._kv.staged.take_loads():
             self.zero_freed()
-            count = len(load.blocks)
-            with load.staged.view(load.first, count) as view:
-                self._exchange.scatter(load.blocks, view)
+            load.staged.memory.scatter(self._exchange, load.first, load.blocks)
             load.staged.release()
             self._kv.staged.arrived.append(load.reader)
 

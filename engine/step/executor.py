@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.protocol.reports import MemoryReport
 from engine.protocol.types import Pooling, RankLoad
 from engine.step.cost_model import CostModel
+from engine.step.exchange import BlockExchange
 from engine.step.key_span import FULL, KeySpan
 from engine.step.layout import Int32s
 from engine.step.limits import ExecutorLimits
@@ -145,16 +146,6 @@ class PagedMemory(Protocol):
 
     def unmap(self, extents: Items[int]) -> None:
         """Zeroes these extents and gives their memory back. No step in flight reads or writes them."""
-
-
-class BlockExchange(Protocol):
-    """How blocks of a model's only memory leave it and come in, all layers of each, between steps."""
-
-    def gather(self, blocks: Items[int], into: memoryview) -> None:
-        """Copies blocks, one behind the other, into len(blocks) · block_bytes bytes."""
-
-    def scatter(self, blocks: Items[int], gathered: memoryview) -> None:
-        """Copies what `gather` gave into blocks that no step reads or writes."""
 
 
 class Arrival(Protocol):

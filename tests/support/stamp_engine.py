@@ -25,6 +25,7 @@ from engine.log import log
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import SamplingParams
+from engine.step.exchange import Gathered
 from engine.step.executor import InflightStep, LoadedModel, MemoryUsage, PagedLayout, RunnerOutput
 from engine.step.key_span import FULL, KeySpan
 from engine.step.layout import Int32s, StepBatch, unpack_step
@@ -232,10 +233,15 @@ class Stamps:
         for stamps_GK in self.stamps:
             stamps_GK[:, target_slots] = stamps_GK[:, source_slots]
 
-    def gather(self, blocks: Items[int], into: memoryview) -> None:
+    @property
+    def windows(self) -> None:
+        return None
+
+    def gather(self, blocks: Items[int], into: memoryview) -> Gathered:
         slots = self._slots_there(blocks)
         stamps_KF = np.stack([self.position_GK[0, slots], self.token_GK[0, slots]], axis=1)
         into[:] = stamps_KF.astype("<i8").tobytes()
+        return Gathered()
 
     def scatter(self, blocks: Items[int], gathered: memoryview) -> None:
         slots = self._slots_there(blocks)

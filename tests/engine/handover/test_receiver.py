@@ -34,8 +34,9 @@ from engine.handover.messages import (
 )
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
-from engine.handover.staging import CLAIM_S, StagingArea
-from engine.handover.transport import PIECES
+from engine.handover.staged_memory import HostMemory
+from engine.handover.staging import CLAIM_S, StagedPrefix, StagingArea
+from engine.handover.transport import PIECES, HostPiece
 from engine.protocol.connection import listen
 from prefixcache.names import BlockNames, next_name
 from prefixcache.namespace import Namespace
@@ -63,6 +64,11 @@ class Side:
         wait_for(lambda: not self.receiver.connections and not self.area.held)
         assert self.area.held_bytes == 0
         self.area.check()
+
+
+def host_memory(staged: StagedPrefix) -> HostMemory:
+    assert isinstance(staged.memory, HostMemory)
+    return staged.memory
 
 
 @pytest.fixture
@@ -123,7 +129,7 @@ def test_blocks_are_claimed_once_by_key_namespace_and_tokens(side: Side) -> None
     staged = side.area.claim(key, SPACE, TOKENS)
     assert staged is not None
     assert staged.whole == 4
-    with staged.view(0, 4) as view:
+    with host_memory(staged).view(0, 4) as view:
         assert bytes(view) == b"".join(blocks)
     assert side.area.claim(key, SPACE, TOKENS) is None, "for the second time"
     assert side.area.counters["foreign"] == 4
@@ -319,15 +325,16 @@ def test_both_transports_carry_the_same(tmp_path: Path, shared: bool) -> None:
     names, sender = names_of(key), outgoing(side.address, key)
     for at in range(4):
         piece = wait_for(lambda: sender.piece(1))
-        piece[:] = blocks[at]
+        assert isinstance(piece, HostPiece)
+        piece.view[:] = blocks[at]
         sender.push([names[at]], piece)
     sender.seal()
     wait_for(lambda: sender.ended)
     assert (sender.state, sender.whole) == (HandoverState.SEALED, 4)
     staged = side.area.claim(key, SPACE, TOKENS)
     assert staged is not None
-    assert (staged.descriptor is not None) == shared
-    with staged.view(0, 4) as view:
+    assert (staged.memory.descriptor is not None) == shared
+    with host_memory(staged).view(0, 4) as view:
         assert bytes(view) == b"".join(blocks)
     staged.release()
     side.holds_nothing()
