@@ -1,8 +1,12 @@
 """Sequences that move between two real CPU replicas of the built-in model, under load and over a slow link, held
-against those that never move; and how fast blocks go over a socket, beside what the socket itself carries.
+against those that never move; how fast blocks go over a socket, beside what the socket itself carries; and between two
+GPUs how fast a prompt's KV goes, and what prompts and answers apart are worth.
 
     python benchmarks/engine/handovers.py --part moves [--moves 10000] [--seed 21] [--stamps]
     python benchmarks/engine/handovers.py --part tcp
+    python benchmarks/engine/handovers.py --part probe                  # can a process map a GPU that it does not see?
+    python benchmarks/engine/handovers.py --part gpu [--device cpu]
+    python benchmarks/engine/handovers.py --part pd [--device cpu]
 """
 
 import argparse
@@ -25,6 +29,9 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.engine.moving.apart import apart
+from benchmarks.engine.moving.one_prompt import one_prompt
+from benchmarks.engine.moving.probe import probe
 from benchmarks.record import record
 from engine.handover.dial import dial
 from engine.handover.receiver import BlockFormat, HandoverReceiver
@@ -226,15 +233,22 @@ def tcp(rounds: int = 9) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=["moves", "tcp"], required=True)
+    parser.add_argument("--part", choices=["moves", "tcp", "probe", "gpu", "pd"], required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the built-in model, small")
     parser.add_argument("--moves", type=int, default=10_000)
     parser.add_argument("--stamps", action="store_true", help="a model that checks every slot it reads")
     parser.add_argument("--seed", type=int, default=21)
     arguments = parser.parse_args()
     if arguments.part == "moves":
         moves(arguments.moves, arguments.seed, arguments.stamps)
-    else:
+    elif arguments.part == "tcp":
         tcp()
+    elif arguments.part == "probe":
+        probe(arguments.device)
+    elif arguments.part == "gpu":
+        one_prompt(arguments.device)
+    else:
+        apart(arguments.device)
 
 
 if __name__ == "__main__":

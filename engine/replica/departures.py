@@ -2,9 +2,13 @@
 threads send. It knows no sockets of gateways and no steps.
 
 A sequence that moves goes on computing here, and its blocks follow it run by run; once the receiver holds all there are
-it ends as moved. Whatever goes wrong before that ends its handover, and nothing else.
+it ends as moved. Where devices copy them, which takes a few milliseconds, it computes no more than the tokens it has:
+what came from further steps would come later than from the receiver. Whatever goes wrong before that ends its handover,
+and nothing else.
 """
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,18 +33,21 @@ OUTGOING_MAX: Final = 64  # sequences that move away at once
 TURN_PIECES: Final = 8  # copied between two steps, of at most 1 MiB each
 LINKS_MAX: Final = 64  # whose speed is remembered
 _LINK_KEPT: Final = 0.75  # of a link's speed, when another handover has measured it
+_STOPPED_S: Final = 0.1  # that a sequence waits for its handover, from the end of its prompt on
 _JOIN_S: Final = 0.5  # for a handover that was given up to let go of its memory
 _MORE_BLOCKS: Final = 4  # that a sequence may fill while it moves, beyond which they are computed again
 
 
 @dataclass(slots=True)
 class _Departure:
-    """A sequence that is to move; `name` is that of the last block that was pushed."""
+    """A sequence that is to move; `name` is that of the last block that was pushed. It may compute again from
+    `resumes_s` on, once it is stopped."""
 
     sequence: Sequence
     order: HandOver
     name: bytes
     outgoing: OutgoingHandover | None = None
+    resumes_s: float | None = None
 
 
 @dataclass
@@ -59,6 +66,7 @@ class Departures:
     unshared: Namespace
     address: str
     on_news: Callable[[], None]
+    clock: Callable[[], float] = time.monotonic
     counters: Counter[str] = field(default_factory=Counter)
     links: dict[str, float] = field(default_factory=dict)
 
@@ -165,11 +173,22 @@ class Departures:
         elif sequence.state != SequenceState.RUNNING:
             self._end(key, "it was preempted, and has no blocks any more")
         elif outgoing.state == HandoverState.MOVING:
+            self._stop(departure, outgoing)
             try:
                 return self._push(departure, outgoing, budget)
             except OutOfDeviceMemory as error:
                 self._end(key, str(error))
         return 0
+
+    def _stop(self, departure: _Departure, outgoing: OutgoingHandover) -> None:
+        """Has a sequence whose blocks a device copies compute what it has, and wait then, for a moment at most."""
+        sequence = departure.sequence
+        if departure.resumes_s is None and outgoing.in_window:
+            departure.resumes_s, sequence.stop_at = math.inf, len(sequence.tokens)
+        if departure.resumes_s == math.inf and sequence.emitted and sequence.decoding:
+            departure.resumes_s = self.clock() + _STOPPED_S
+        if departure.resumes_s is not None and self.clock() >= departure.resumes_s:
+            sequence.stop_at = None
 
     def _learn(self, outgoing: OutgoingHandover) -> None:
         """Takes in how fast a handover's blocks came."""
@@ -216,6 +235,7 @@ class Departures:
     def _end(self, key: tuple[int, int], problem: str | None = None) -> None:
         """Ends a departure; with a problem its sequence stays."""
         departure = self._moving.pop(key)
+        departure.sequence.stop_at = None
         if departure.outgoing is not None:
             departure.outgoing.abort()
         if problem is not None:

@@ -156,6 +156,7 @@ class Sequence:
     passed: int = 0  # how many later ones of its account started before it, while it could have
     prefix_source: "tuple[Sequence, int] | None" = None  # which sequence computes a prefix of it, of how many blocks
     inflight_steps: int = 0  # that read or write its blocks, a load from the host counted as one
+    stop_at: int | None = None  # steps compute no token from this one on: it is about to go on elsewhere
     loading_blocks: int = 0  # behind its computed tokens, on their way from the host: it is in no step until then
     computed: int = 0
     launched: int = 0
@@ -212,7 +213,7 @@ class Sequence:
     @property
     def launchable(self) -> bool:
         """Whether a step can compute more of it. The last token is never computed: nothing is sampled after it."""
-        return self.launched + 1 < self.max_total_tokens
+        return self.launched + 1 < self.max_total_tokens and (self.stop_at is None or self.launched < self.stop_at)
 
     @property
     def decoding(self) -> bool:

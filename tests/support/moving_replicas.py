@@ -2,13 +2,14 @@
 breaks or corrupts what it carries. What moves is held against the text that a sequence has which never moves."""
 
 import contextlib
+import os
 import secrets
 import socket
 import subprocess
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,7 +39,7 @@ LIMIT_S = 60.0
 class MovingPeer:
     """A gateway's connection to a replica, and what came over it by sequence."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, start_s: float = LIMIT_S) -> None:
         def connect() -> socket.socket | None:
             peer = socket.socket(socket.AF_UNIX)
             try:
@@ -48,7 +49,7 @@ class MovingPeer:
                 return None
             return peer
 
-        self.socket: socket.socket = wait_for(connect, LIMIT_S, f"{address} takes connections")
+        self.socket: socket.socket = wait_for(connect, start_s, f"{address} takes connections")
         self._reader = FrameReader()
         self.tokens: dict[int, list[int]] = {}
         self.started: dict[int, SequenceStarted] = {}
@@ -125,23 +126,29 @@ class MovingPeer:
 class MovingReplica:
     """A replica process that takes in handovers, and a gateway's connection to it once it is asked for."""
 
-    def __init__(self, command: Sequence[str], folder: Path, model: ModelSpec, *more: str, boot: int = 7) -> None:
+    def __init__(
+        self, command: Sequence[str], folder: Path, model: ModelSpec, *more: str, boot: int = 7, device: str = "cpu",
+        environment: Mapping[str, str] | None = None, start_s: float = LIMIT_S,
+    ) -> None:  # fmt: skip
+        """It is to take connections within start_s; `environment` is beside the one of this process."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.address = f"unix:{folder / 'r.sock'}"
         self.spec = ReplicaSpec(
-            model=model, address=self.address, pulse=str(folder / "pulse"), boot=boot, device="cpu", threads=1
-        )
+            model=model, address=self.address, pulse=str(folder / "pulse"), boot=boot, device=device,
+            threads=1 if device == "cpu" else None,
+        )  # fmt: skip
         arguments = [*command, msgspec.json.encode(self.spec).decode(), *more]
         self.log = folder / "log"
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(arguments, stderr=log)
+            self.process = subprocess.Popen(arguments, stderr=log, env={**os.environ, **(environment or {})})
+        self._start_s = start_s
         self._peer: MovingPeer | None = None
 
     @property
     def peer(self) -> MovingPeer:
         if self._peer is None:
-            self._peer = MovingPeer(self.address)
+            self._peer = MovingPeer(self.address, self._start_s)
         return self._peer
 
     @property

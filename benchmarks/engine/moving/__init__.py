@@ -1,0 +1,1 @@
+"""Replica processes between which sequences move, as benchmarks/engine/handovers.py measures them on GPUs."""
