@@ -69,7 +69,7 @@ def _open_decoder(
 
             try:
                 parts = open_gpu(model, config, source, tokens, beat, device_bytes, standby, resources)
-                exchange = open_exchange(model, parts[1], resources)
+                exchange = open_exchange(parts[1], resources)
             except OutOfDeviceMemory as error:
                 raise DoesNotFit(f"{model.name}: {error}") from error
         loaded = loaded_decoder(model, config, tokens, files, parts, resources, images)

@@ -95,7 +95,7 @@ def _map_extents(
         paged.map(range(len(pool.mapped), count))
 
 
-def open_exchange(model: ModelSpec, memory: DecoderMemory, resources: ExitStack) -> DeviceBlockExchange | None:
+def open_exchange(memory: DecoderMemory, resources: ExitStack) -> DeviceBlockExchange | None:
     """How blocks of a model in one process go to other replicas and come from them, where the spec gives that memory
     and all layers keep the same ones. `resources` closes it before the memory."""
     if not isinstance(memory, GpuMemory) or not memory.handover_bytes:

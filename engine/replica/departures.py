@@ -2,9 +2,9 @@
 threads send. It knows no sockets of gateways and no steps.
 
 A sequence that moves goes on computing here, and its blocks follow it run by run; once the receiver holds all there are
-it ends as moved. Where devices copy them, which takes a few milliseconds, it computes no more than the tokens it has:
-what came from further steps would come later than from the receiver. Whatever goes wrong before that ends its handover,
-and nothing else.
+it ends as moved. Where devices copy them, which takes a few milliseconds, a prompt is computed to its end and no
+further: what another step here gave would come later than from the receiver. Whatever goes wrong before that ends its
+handover, and nothing else.
 """
 
 import math
@@ -40,14 +40,14 @@ _MORE_BLOCKS: Final = 4  # that a sequence may fill while it moves, beyond which
 
 @dataclass(slots=True)
 class _Departure:
-    """A sequence that is to move; `name` is that of the last block that was pushed. It may compute again from
-    `resumes_s` on, once it is stopped."""
+    """A sequence that is to move; `name` is that of the last block that was pushed. From `resumes_s` on it may compute
+    more than its prompt."""
 
     sequence: Sequence
     order: HandOver
     name: bytes
     outgoing: OutgoingHandover | None = None
-    resumes_s: float | None = None
+    resumes_s: float = 0.0
 
 
 @dataclass
@@ -119,7 +119,10 @@ class Departures:
             self._fail(owner, order.id, f"{OUTGOING_MAX} sequences move away already")
         else:
             root = BlockNames(order.key).root(sequence.namespace or self.unshared)
-            self._moving[owner, order.id] = _Departure(sequence, order, root)
+            self._moving[owner, order.id] = departure = _Departure(sequence, order, root)
+            windows = self.exchange is not None and self.exchange.windows is not None
+            if windows and order.address.startswith("unix:") and not sequence.emitted:
+                departure.resumes_s, sequence.stop_at = math.inf, len(sequence.tokens)
 
     def turn(self) -> list[tuple[int, HandOverFailed]]:
         """Moves what can be moved now. Returns what failed, with its owners."""
@@ -157,6 +160,7 @@ class Departures:
     def _advance(self, key: tuple[int, int], departure: _Departure, budget: int) -> int:
         """Takes a departure as far as it goes now. Returns how many pieces it took."""
         sequence, outgoing = departure.sequence, departure.outgoing
+        self._resume(departure)
         if sequence.state == SequenceState.ENDED:
             self._end(key)
         elif outgoing is None:
@@ -173,21 +177,22 @@ class Departures:
         elif sequence.state != SequenceState.RUNNING:
             self._end(key, "it was preempted, and has no blocks any more")
         elif outgoing.state == HandoverState.MOVING:
-            self._stop(departure, outgoing)
             try:
                 return self._push(departure, outgoing, budget)
             except OutOfDeviceMemory as error:
                 self._end(key, str(error))
         return 0
 
-    def _stop(self, departure: _Departure, outgoing: OutgoingHandover) -> None:
-        """Has a sequence whose blocks a device copies compute what it has, and wait then, for a moment at most."""
-        sequence = departure.sequence
-        if departure.resumes_s is None and outgoing.in_window:
-            departure.resumes_s, sequence.stop_at = math.inf, len(sequence.tokens)
-        if departure.resumes_s == math.inf and sequence.emitted and sequence.decoding:
+    def _resume(self, departure: _Departure) -> None:
+        """Has a sequence compute on that was to stop behind its prompt: where no device copies its blocks after all,
+        and where that takes long."""
+        sequence, outgoing = departure.sequence, departure.outgoing
+        if sequence.stop_at is None:
+            return
+        if departure.resumes_s == math.inf and sequence.emitted:
             departure.resumes_s = self.clock() + _STOPPED_S
-        if departure.resumes_s is not None and self.clock() >= departure.resumes_s:
+        copied_here = outgoing is not None and outgoing.state == HandoverState.MOVING and not outgoing.in_window
+        if copied_here or self.clock() >= departure.resumes_s:
             sequence.stop_at = None
 
     def _learn(self, outgoing: OutgoingHandover) -> None:

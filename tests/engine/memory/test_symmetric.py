@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.symmetric import CudaWindowDriver, HostWindowDriver, share_windows
 from engine.ranks.channel import RankChannel, swap_as_follower, swap_as_leader
 from tests.support.waiting import wait_for
@@ -84,6 +85,7 @@ def cuda_driver(fake: FakeCuda) -> CudaWindowDriver:
     driver = CudaWindowDriver.__new__(CudaWindowDriver)
     driver._driver, driver._kind = fake, 1
     driver._properties, driver._access = SimpleNamespace(requestedHandleTypes=1), "own device"
+    driver._context = "own context"
     return driver
 
 
@@ -108,6 +110,30 @@ def test_gpus_that_do_not_reach_each_other_are_told_by_the_drivers_word() -> Non
     fake.access = fake.CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
     with pytest.raises(RuntimeError, match="PEER_ACCESS_UNSUPPORTED"):
         cuda_driver(fake).place(1 << 30, 1 << 21, 5)
+    assert fake.calls[-2:] == [("cuMemUnmap", 1 << 30, 1 << 21), ("cuMemRelease", 5)], "nothing of it is left"
+
+
+def test_a_window_that_goes_is_unmapped_by_any_thread() -> None:
+    fake = FakeCuda()
+    driver = cuda_driver(fake)
+    driver.attach()
+    driver.displace(1 << 30, 1 << 21)
+    driver.release(1 << 30, 1 << 21)
+    assert fake.calls == [
+        ("cuCtxSetCurrent", "own context"), ("cuMemUnmap", 1 << 30, 1 << 21), ("cuMemAddressFree", 1 << 30, 1 << 21),
+    ]  # fmt: skip
+
+
+def test_a_file_that_is_smaller_than_a_window_is_none() -> None:
+    """Its pages past the end would end the process."""
+    driver = HostWindowDriver()
+    address, before = driver.reserve(1 << 16), len(os.listdir("/proc/self/fd"))
+    handle = os.memfd_create("small")
+    os.ftruncate(handle, 100)
+    with pytest.raises(OutOfDeviceMemory, match="smaller"):
+        driver.place(address, 1 << 16, handle)
+    assert len(os.listdir("/proc/self/fd")) == before
+    driver.release(address, 1 << 16)
 
 
 def test_windows_are_tensors_of_the_own_device_over_the_memory_itself() -> None:

@@ -1,0 +1,89 @@
+"""engine/replica/departures.py: where devices copy blocks, a prompt is computed to its end and no further; anything
+else goes on."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine.handover.receiver import BlockFormat
+from engine.handover.sender import HandoverState
+from engine.protocol.cache_frames import HandOver
+from engine.replica.departures import Departures
+from engine.sequences.sequence import SequenceState
+from prefixcache.namespace import Namespace
+
+SPACE = Namespace("r", "", "r", "kv", 4, 2, b"t" * 16, 0)
+
+
+class Outgoing:
+    """An OutgoingHandover that a test moves on."""
+
+    def __init__(self, in_window: bool) -> None:
+        self.state, self.in_window, self.problem = HandoverState.ASKING, in_window, ""
+        self.pushed, self.whole, self.bytes_s, self.plan = 0, 0, 0.0, SimpleNamespace(blocks=0, address="unix:x")
+
+    def abort(self) -> None: ...
+
+    def seal(self) -> None: ...
+
+
+class Departing:
+    """A sequence with a prompt of eight tokens that moves, and its clock."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, in_window: bool, address: str = "unix:x", emitted: int = 0
+    ) -> None:
+        self.seconds = 0.0
+        self.outgoing = Outgoing(in_window)
+        self.sequence = SimpleNamespace(
+            state=SequenceState.RUNNING, tokens=array("I", range(8)), images=(), namespace=SPACE, emitted=emitted,
+            stop_at=None, computed=0, decoding=True, loading_blocks=0,
+        )  # fmt: skip
+        monkeypatch.setattr(Departures, "_open", lambda *_: self.outgoing)
+        exchange: Any = SimpleNamespace(windows=object())
+        intake: Any = SimpleNamespace(
+            waiting=SimpleNamespace(sequences={(1, 1): self.sequence}), move=lambda _: None, step_costs=None
+        )
+        self.departures = Departures(
+            exchange, BlockFormat("7", "m", "r", "kv", 64), intake, SPACE, "unix:own", lambda: None,
+            clock=lambda: self.seconds,
+        )  # fmt: skip
+        self.departures.begin(1, HandOver(1, address, "7", b"k" * 32))
+        self.departures.turn()
+
+    def turn(self, state: HandoverState) -> int | None:
+        self.outgoing.state = state
+        self.departures.turn()
+        stop_at: int | None = self.sequence.stop_at
+        return stop_at
+
+
+def test_a_prompt_that_devices_copy_stops_at_its_end_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    departing = Departing(monkeypatch, in_window=True)
+    assert departing.turn(HandoverState.MOVING) == 8
+    departing.seconds = 60.0
+    assert departing.turn(HandoverState.MOVING) == 8, "the prompt takes as long as it takes"
+    departing.sequence.emitted = 1
+    assert departing.turn(HandoverState.MOVING) == 8
+    departing.seconds = 60.2
+    assert departing.turn(HandoverState.MOVING) is None
+
+
+@pytest.mark.parametrize("end", [HandoverState.SEALED, HandoverState.FAILED])
+def test_it_goes_on_as_soon_as_its_handover_ends(monkeypatch: pytest.MonkeyPatch, end: HandoverState) -> None:
+    departing = Departing(monkeypatch, in_window=True)
+    assert departing.turn(HandoverState.MOVING) == 8
+    assert departing.turn(end) is None
+
+
+def test_what_the_host_copies_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    departing = Departing(monkeypatch, in_window=False)
+    assert departing.sequence.stop_at == 8
+    assert departing.turn(HandoverState.MOVING) is None
+
+
+def test_what_goes_to_another_host_and_what_answers_already_never_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Departing(monkeypatch, True, address="tcp:127.0.0.1:1").sequence.stop_at is None
+    assert Departing(monkeypatch, True, emitted=3).sequence.stop_at is None
