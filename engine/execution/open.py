@@ -19,7 +19,6 @@ from engine.models.config import ModelConfig, is_encoder, read_decoder_config, r
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.exchange import BlockExchange
 from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
 from engine.weights.load import ModelFiles
 from engine.weights.source import WeightSource
@@ -58,7 +57,6 @@ def _open_decoder(
     images: ImageEncoder | None = None
     with ExitStack() as resources:
         parts: DecoderParts
-        exchange: BlockExchange | None
         if where.type == "cpu":  # pictures are seen here alone: attention on a GPU has no rows that see ahead
             source = source.with_vision(read_vision_config(Path(model.folder)))
             runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)

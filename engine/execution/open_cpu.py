@@ -12,6 +12,7 @@ from engine.hostinfo.memory import available_memory_bytes
 from engine.images.cpu_images import CpuImageEncoder
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
+from engine.step.exchange import BlockExchange
 from engine.step.executor import PagedMemory
 from engine.weights.load import ModelFiles
 from engine.weights.source import WeightSource
@@ -46,6 +47,6 @@ def open_cpu(
     return opened.runner(beat), opened.memory, opened.report(free_bytes)
 
 
-def block_exchange(memories: Items[PagedMemory]) -> CpuKVGroup | None:
+def block_exchange(memories: Items[PagedMemory]) -> BlockExchange | None:
     """How a model's blocks go to other replicas: where all layers keep the same ones."""
     return memories[0] if len(memories) == 1 and isinstance(memories[0], CpuKVGroup) else None

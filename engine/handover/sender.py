@@ -132,8 +132,8 @@ class OutgoingHandover:
         if self._channel is not None:
             self._channel.close()
 
-    def join(self, limit_s: float) -> None:
-        """Waits until an ended handover has let go of all it had."""
+    def wait_ended(self, limit_s: float) -> None:
+        """Waits until a handover that ended has let go of all it had."""
         self._thread.join(limit_s)
 
     def _run(self) -> None:

@@ -1,10 +1,10 @@
 """Memory that the ranks of a model share: each makes a window on its own device, hands it to the others as a file
 descriptor, and maps the windows of all, one behind the other.
 
-Those of ranks stay mapped for as long as the process lives, also while the model sleeps: captured graphs hold addresses
-in the windows of others. Others come and go (kvcache/device_exchange.py). It knows neither what is written there nor
-how descriptors travel. Two drivers are behind it: that of CUDA, and the host's memory, which is how everything above
-runs on a CPU.
+Windows of ranks stay mapped for as long as the process lives, also while the model sleeps: captured graphs hold
+addresses in those of others. Other windows come and go (kvcache/device_exchange.py). It knows neither what is written
+there nor how descriptors travel. Two drivers are behind it: that of CUDA, and the host's memory, which is how
+everything above runs on a CPU.
 """
 
 import ctypes

@@ -39,7 +39,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     host_kv_bytes: int = 0  # of host memory, for KV blocks that the device has no room for; 0: they are lost
     disk_kv_bytes: int = 0  # of disk, for KV blocks that host memory has no room for; 0: they are lost
     disk_kv_folder: str = ""  # where its files are; empty only where it has none
-    handover_bytes: int = 0  # of host memory, for KV that other replicas hand over; 0: none is, either way
+    handover_bytes: int = 0  # of host memory, for KV that other replicas hand over; 0: none is, either way. On a GPU
+    # as much of the device beside, but a 32nd of it at most: what comes from GPUs that reach it takes none of the host
     prefill_replicas: int = 0  # so many of a machine's compute prompts for the others; −1: as many as load wants
     gpus: int = 1  # the model is cut into so many ranks, each a process; on a CPU too. 0: as few as hold it
     stages: int = 1  # its layers are shared out to so many stages that follow each other, each of `gpus` ranks

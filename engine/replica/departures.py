@@ -34,7 +34,7 @@ TURN_PIECES: Final = 8  # copied between two steps, of at most 1 MiB each
 LINKS_MAX: Final = 64  # whose speed is remembered
 _LINK_KEPT: Final = 0.75  # of a link's speed, when another handover has measured it
 _STOPPED_S: Final = 0.1  # that a sequence waits for its handover, from the end of its prompt on
-_JOIN_S: Final = 0.5  # for a handover that was given up to let go of its memory
+_END_S: Final = 0.5  # for a handover that was given up to let go of its memory
 _MORE_BLOCKS: Final = 4  # that a sequence may fill while it moves, beyond which they are computed again
 
 
@@ -154,7 +154,7 @@ class Departures:
         for each in outgoing:
             each.abort()
         for each in outgoing:
-            each.join(_JOIN_S)
+            each.wait_ended(_END_S)
         self._moving.clear()
 
     def _advance(self, key: tuple[int, int], departure: _Departure, budget: int) -> int:

@@ -19,7 +19,6 @@ from engine.replica.departures import Departures
 from engine.scheduling.intake import Intake
 from engine.sequences.sequence import Sequence, SequenceState
 from engine.sequences.validation import RequestValidator
-from engine.step.exchange import BlockExchange
 from engine.step.executor import LoadedModel
 from prefixcache.namespace import Namespace
 from prefixcache.tree import EPOCHS_MAX
@@ -40,7 +39,7 @@ class Handovers:
     departures   the sequences that move away.
     """
 
-    exchange: BlockExchange | None
+    model: LoadedModel
     format: BlockFormat
     area: StagingArea
     intake: Intake
@@ -49,7 +48,7 @@ class Handovers:
 
     def __post_init__(self) -> None:
         self.departures = Departures(
-            self.exchange, self.format, self.intake, self.unshared, self.address, on_news=self._ring
+            self.model.exchange, self.format, self.intake, self.unshared, self.address, on_news=self._ring
         )
         self._epochs: dict[bytes, int] = {}
         self._claimed: list[tuple[Sequence, StagedPrefix]] = []
@@ -146,7 +145,7 @@ def open_handovers(
         region=spec.region,
     )
     return Handovers(
-        exchange=exchange,
+        model=model,
         format=format,
         area=StagingArea(spec.model.handover_bytes, clock, windows=None if exchange is None else exchange.windows),
         intake=intake,

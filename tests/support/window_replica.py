@@ -16,6 +16,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from engine.execution import open as opening
+from engine.execution.kv_groups import CpuKVGroup
 from engine.execution.open_cpu import block_exchange
 from engine.kernels import reference
 from engine.kvcache.device_exchange import DeviceBlockExchange
@@ -73,7 +74,7 @@ def main(argv: Items[str]) -> int:
 
     def exchange_of(memories: Items[PagedMemory]) -> Any:
         group = block_exchange(memories)
-        return None if group is None else windowed(group.pool, faults)
+        return windowed(group.pool, faults) if isinstance(group, CpuKVGroup) else None
 
     vars(opening)["block_exchange"] = exchange_of
     return server.main([argv[0]])
