@@ -235,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", choices=["moves", "tcp", "probe", "gpu", "pd"], required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the built-in model, small")
+    parser.add_argument("--kept", type=Path, help="a folder for compiled kernels, which the next part finds")
     parser.add_argument("--moves", type=int, default=10_000)
     parser.add_argument("--stamps", action="store_true", help="a model that checks every slot it reads")
     parser.add_argument("--seed", type=int, default=21)
@@ -246,9 +247,9 @@ def main() -> None:
     elif arguments.part == "probe":
         probe(arguments.device)
     elif arguments.part == "gpu":
-        one_prompt(arguments.device)
+        one_prompt(arguments.device, arguments.kept)
     else:
-        apart(arguments.device)
+        apart(arguments.device, arguments.kept)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from engine.handover.messages import (
 )
 from engine.handover.staging import StagedPrefix, StagingArea, StagingRefused
 from engine.log import log
+from engine.memory.errors import OutOfDeviceMemory
 from engine.step.exchange import WindowClosed
 from prefixcache.names import NAME_BYTES, split_names
 
@@ -126,10 +127,10 @@ class HandoverReceiver:
             staged = self._area.open(offer.id, offer.block_bytes, offer.blocks, offer.shares_memory, offer.windows)
             self._grant(channel, staged, offer)
             while not isinstance(message := channel.receive(BlockRun, HandoverBeat, HandoverSeal), HandoverSeal):
-                if staged.revoked:
-                    raise HandoverLost("the device's memory is wanted back")
+                staged.require()
                 if isinstance(message, BlockRun):
                     self._take(channel, staged, message)
+            staged.require()
             if message.blocks != len(staged.names):
                 raise HandoverError(f"{message.blocks} blocks are sealed, and {len(staged.names)} came")
             self._area.seal(staged)
@@ -138,7 +139,7 @@ class HandoverReceiver:
             channel.send(HandoverRefusal(refused.fault, str(refused)))
             log("handover_refused", level="warning", fault=refused.fault, problem=str(refused))
             return
-        except WindowClosed as error:
+        except (WindowClosed, OutOfDeviceMemory) as error:
             raise HandoverLost(str(error)) from error
         finally:
             if staged is not None and not sealed:

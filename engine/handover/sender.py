@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -150,12 +151,21 @@ class OutgoingHandover:
         except (OSError, ValueError, HandoverLost) as error:  # a HandoverError is a ValueError
             problem = str(error) or type(error).__name__
         finally:
+            self._drop_queued()
             if self._transport is not None:
                 self._transport.close()
             if self.state != HandoverState.FAILED:
                 self.problem = problem
                 self.state = state
             self._on_change()
+
+    def _drop_queued(self) -> None:
+        """Waits for what was copied and goes nowhere: nothing of it is left in memory that others get."""
+        while not self._queue.empty():
+            item = self._queue.get()
+            if isinstance(item, tuple):
+                with suppress(HandoverLost):
+                    item[1].checksums()
 
     def _open(self, channel: MessageChannel) -> Transport:
         """Raises HandoverLost, and HandoverError where it is refused."""

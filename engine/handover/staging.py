@@ -20,7 +20,7 @@ from typing import Final
 from engine.handover.messages import HandoverFault, handover_id
 from engine.handover.staged_memory import HostMemory, WindowMemory
 from engine.memory.errors import OutOfDeviceMemory
-from engine.step.exchange import BlockWindow, BlockWindows
+from engine.step.exchange import BlockWindow, BlockWindows, WindowClosed
 from prefixcache.names import BlockNames, next_name
 from prefixcache.namespace import Namespace
 from prefixcache.radix import TOKEN_BYTES
@@ -66,6 +66,11 @@ class StagedPrefix:
     def sealed(self) -> bool:
         """Whether all of them came."""
         return self.lapses_s < float("inf")
+
+    def require(self) -> None:
+        """Raises WindowClosed where the memory is wanted back."""
+        if self.revoked:
+            raise WindowClosed("the device's memory is wanted back")
 
     def add(self, names: list[bytes], whole: int) -> None:
         """Notes that blocks came behind those that are there, the first `whole` of which have their checksums."""
@@ -283,9 +288,11 @@ class StagingArea:
         """Closes a window beside the loop, which would wait for the device."""
         if not staged.sealed:
             time.sleep(_WRITES_END_S)
-        window.close()
-        with self._lock:
-            del self._held[staged.id]
+        try:
+            window.close()
+        finally:
+            with self._lock:
+                del self._held[staged.id]
 
 
 def _matching(names: list[bytes], key: bytes, namespace: Namespace, tokens: "array[int]") -> int:

@@ -11,6 +11,7 @@ knows no sequences, no leases and no sockets.
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +84,7 @@ class DeviceBlockExchange:
         self._settle = settle
         self._out, self._beside = DeviceStream(stream.device), DeviceStream(stream.device)
         self._pulled = stream.mark()
+        self._gathering: deque[DeviceGathering] = deque()  # the device may still write to their memory
         self._zeroing = ThreadPoolExecutor(1, thread_name_prefix="handover-zero")
         self.windows = DeviceWindows(self, driver, max_bytes, awake)
 
@@ -116,7 +118,11 @@ class DeviceBlockExchange:
             self._copies.gather_blocks(self._pool.words_LNW, ids_B, into_BLW, sums_BL)
             done.set()
         self._stream.follow(done)
-        return DeviceGathering(began, done, ids_B, sums_BL)
+        gathering = DeviceGathering(began, done, ids_B, sums_BL)
+        while self._gathering and self._gathering[0].done.passed():
+            self._gathering.popleft()
+        self._gathering.append(gathering)
+        return gathering
 
     def scatter_from(self, from_BLW: Tensor, blocks: Items[int]) -> StreamEvent:
         """Queues the copy into blocks in the order of the steps; returns its end."""

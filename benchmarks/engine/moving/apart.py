@@ -6,7 +6,6 @@ import random
 import secrets
 import selectors
 import statistics
-import tempfile
 import time
 from array import array
 from dataclasses import dataclass, field, replace
@@ -140,9 +139,9 @@ class Run:
         return statistics.median(1e3 * (each.token_s[0] - each.begun_s) for each in self.done)
 
 
-def apart(device: str) -> None:
+def apart(device: str, kept: Path | None) -> None:
     load = LOADS[device]
-    with tempfile.TemporaryDirectory() as folder, two_replicas(device, Path(folder)) as pair:
+    with two_replicas(device, kept) as pair:
         for warming in (False, True):  # a few of each, so that what is compiled or captured late is there
             Run(pair, replace(load, seconds=2.0), warming, seed=1).run()
         mixed, split = Run(pair, load, False, seed=2), Run(pair, load, True, seed=2)

@@ -3,7 +3,6 @@
 import json
 import random
 import statistics
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,10 +26,10 @@ def marks_of(replica: MovingReplica) -> dict[str, dict[str, float]]:
     return marks
 
 
-def one_prompt(device: str) -> None:
+def one_prompt(device: str, kept: Path | None) -> None:
     tokens = 8192 if device == "cuda" else 1024
     rng, ids = random.Random(8), []
-    with tempfile.TemporaryDirectory() as folder, two_replicas(device, Path(folder)) as (source, target):
+    with two_replicas(device, kept) as (source, target):
         for _ in range(WARM_UPS + ROUNDS):
             prompt = [rng.randrange(5, 900) for _ in range(tokens)]
             journey = Journey(order_of(prompt, 64, Scope(), SamplingParams(ignore_eos=True)), source)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from engine.bench.geometries import write_folder
 from engine.bench.vocabulary import write_tokenizer
@@ -32,14 +33,20 @@ def model_spec(device: str, folder: Path) -> ModelSpec:
 
 
 @contextmanager
-def two_replicas(device: str, folder: Path) -> Iterator[tuple[MovingReplica, MovingReplica]]:
-    """Both serve; the second one finds the kernels that the first one compiled."""
-    spec, started = model_spec(device, folder), list[MovingReplica]()
+def two_replicas(device: str, kept: Path | None) -> Iterator[tuple[MovingReplica, MovingReplica]]:
+    """Both serve; the second one finds the kernels that the first one compiled, and later ones those in `kept`."""
+    with TemporaryDirectory() as scratch, _started(device, kept or Path(scratch), Path(scratch)) as pair:
+        yield pair
+
+
+@contextmanager
+def _started(device: str, kept: Path, folder: Path) -> Iterator[tuple[MovingReplica, MovingReplica]]:
+    spec, started = model_spec(device, kept), list[MovingReplica]()
     try:
         for number in range(2):
             here = folder / str(number)
             here.mkdir(parents=True, exist_ok=True)
-            environment = {"CUDA_VISIBLE_DEVICES": str(number), KERNEL_CACHE_VARIABLE: str(folder / "kernels")}
+            environment = {"CUDA_VISIBLE_DEVICES": str(number), KERNEL_CACHE_VARIABLE: str(kept / "kernels")}
             replica = MovingReplica(
                 [sys.executable, str(PROGRAM)], here, spec, str(here / "marks"), device=device,
                 environment=environment if device == "cuda" else None, start_s=START_S,
