@@ -35,8 +35,12 @@ class GemmaDecoder:
         self.through(step, beat)
 
     def stage(self, step: ResumedStep, beat: Callable[[], None], narrow: bool) -> None:
-        attended_TW, last = self.through(step, beat), self._layers[-1]
-        step.add(self._behind_attention(step, last, step.narrow() if narrow else attended_TW), last.behind_mlp_norm)
+        attended_TW = self.through(step, beat)
+        self.complete(step, step.narrow() if narrow else attended_TW)
+
+    def complete(self, step: ResumedStep, attended_TW: Tensor) -> None:
+        last = self._layers[-1]
+        step.add(self._behind_attention(step, last, attended_TW), last.behind_mlp_norm)
 
     def through(self, step: ForwardStep, beat: Callable[[], None]) -> Tensor:
         added, behind = None, None
@@ -54,6 +58,9 @@ class GemmaDecoder:
         added = self._behind_attention(step, last, step.narrow())
         normed_RH = step.add_norm(added, self.parameters.norm, last.behind_mlp_norm)
         return step.cap(logits_of(self.parameters.head, normed_RH, own))
+
+    def outputs(self, step: ForwardStep) -> Tensor:
+        return step.cap(self.parameters.head.logits(step.add_norm(None, self.parameters.norm)))
 
     def _behind_attention(self, step: ForwardStep, layer: GemmaLayer, attended_TW: Tensor) -> Tensor:
         attended = layer.output(attended_TW)

@@ -22,6 +22,7 @@ from engine.kernels.elementwise import cap_logits
 from engine.kernels.embedding import embed
 from engine.kernels.packed_rows import new_packed
 from engine.kernels.ranks.exchange import RankWindows, add_norm_ranks, share_tokens
+from engine.kernels.ranks.handover import StageWindows, hand_on, take_over
 from engine.kernels.rms_norm import add_norm, gather
 from engine.kernels.rope import Rotation, rotate_and_write
 from engine.kvcache.layer_pools import LayerPools
@@ -30,7 +31,7 @@ from engine.models.decoder_config import ModelConfig
 from engine.models.rope import RopeKind, rope_kinds
 from engine.step.attention_plan import AttentionLayout
 
-__all__ = ["GpuStep", "RankWindows", "StepBuffers"]
+__all__ = ["GpuStep", "RankWindows", "StageWindows", "StepBuffers"]
 from engine.step.layout import Count
 
 
@@ -60,8 +61,9 @@ class StepBuffers:
     @classmethod
     def make(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, sampled: int,
-        context_tokens: int,
+        context_tokens: int, kept: int = 0,
     ) -> Self:  # fmt: skip
+        """`kept`: how many tokens there is room for behind those that a step samples."""
         kinds = rope_kinds(config)
         tables = {
             kind: kind.tables(config.head_dim, context_tokens) for kind in dict.fromkeys(kinds) if kind is not None
@@ -73,7 +75,7 @@ class StepBuffers:
             torch.zeros(words, dtype=torch.int32, device=device),
             torch.zeros(rows, config.hidden, device=device),
             torch.zeros(rows, config.heads * config.head_dim, dtype=dtype, device=device),
-            torch.zeros(sampled, dtype=torch.int32, device=device),
+            torch.zeros(sampled + kept, dtype=torch.int32, device=device),
             torch.zeros(sampled, -(-config.vocabulary // 32), dtype=torch.int32, device=device),
             torch.zeros(0, config.hidden, dtype=dtype, device=device),
             torch.zeros(sampled, config.hidden if config.vectors else 0, device=device),
@@ -122,11 +124,13 @@ class GpuStep:
 
     def __init__(
         self, config: ModelConfig, space: StepBuffers, pools: LayerPools, rows: int, wide: bool = False,
-        windows: RankWindows | None = None,
+        windows: RankWindows | None = None, stages: StageWindows | None = None,
     ) -> None:  # fmt: skip
-        """With the `windows` of several ranks, what is added is this rank's part, and so is the embedding."""
+        """With the `windows` of several ranks, what is added is this rank's part, and so is the embedding; with those
+        of `stages` the sum comes from the stage before, but for the first one's, and goes on to the next."""
         self._config = config
         self._windows = windows
+        self._stages = stages
         self._embedded_1TH: Tensor | None = None
         self._space = space
         self._pools = pools
@@ -163,9 +167,34 @@ class GpuStep:
             add_norm(self._sum_TH, added, weight_H, self._config.norm_epsilon, normed_TH, behind_H)
             return normed_TH
         parts_PTH, self._embedded_1TH = self._embedded_1TH if added is None else added, None
-        assert parts_PTH is not None
+        if parts_PTH is None:  # the sum is whole on each rank, as another stage gave it
+            add_norm(self._sum_TH, None, weight_H, self._config.norm_epsilon, normed_TH)
+            return normed_TH
         add_norm_ranks(self._windows, self._sum_TH, parts_PTH, weight_H, self._config.norm_epsilon, normed_TH, behind_H)
         return normed_TH
+
+    def resume(self) -> None:
+        """Goes on with the sum that the stage before hands on, of as many rows."""
+        assert self._stages is not None
+        take_over(self._stages, self._sum_TH)
+
+    def resume_rows(self) -> None:
+        """The same of the wanted rows alone, which come back from the last stage."""
+        self._sum_TH = self._space.sum_TH.new_empty(self._rows, self._config.hidden)
+        self.count = self._space.words[Count.ROWS : Count.ROWS + 1]
+        self.resume()
+
+    def add(self, added: Tensor, behind_H: Tensor | None = None) -> None:
+        """Completes the sum, and hands it on to the next stage."""
+        assert self._stages is not None
+        epsilon = self._config.norm_epsilon
+        if self._windows is None:
+            hand_on(self._stages, self._sum_TH, added, epsilon, behind_H)
+            return
+        unused_TH = self._sum_TH.new_empty(self._sum_TH.shape, dtype=self._dtype)
+        ones_H = self._sum_TH.new_ones(self._config.hidden)
+        add_norm_ranks(self._windows, self._sum_TH, added, ones_H, epsilon, unused_TH, behind_H)
+        hand_on(self._stages, self._sum_TH, None, epsilon)
 
     def rotate_and_write(self, qkv: Tensor, qk_norm: Tensor | None, layer: int) -> Tensor:
         space, config = self._space, self._config

@@ -180,7 +180,11 @@ class LlamaDecoder:
         """Computes every layer of a step whose sum is begun, and completes the sum; of the wanted rows alone where the
         last layer is to narrow it."""
         attended_TW = self.through(step, beat)
-        step.add(self._behind_attention(step, self.parameters.layers[-1], step.narrow() if narrow else attended_TW))
+        self.complete(step, step.narrow() if narrow else attended_TW)
+
+    def complete(self, step: ResumedStep, attended_TW: Tensor) -> None:
+        """Adds to the sum what is behind the last layer's attention."""
+        step.add(self._behind_attention(step, self.parameters.layers[-1], attended_TW))
 
     def through(self, step: ForwardStep, beat: Callable[[], None]) -> Tensor:
         """All but what is behind the last layer's attention, which it gives."""
@@ -199,6 +203,10 @@ class LlamaDecoder:
         vocabulary is cut, those of this part."""
         added = self._behind_attention(step, self.parameters.layers[-1], step.narrow())
         return logits_of(self.parameters.head, step.add_norm(added, self.parameters.norm), own)
+
+    def outputs(self, step: ForwardStep) -> Tensor:
+        """The logits of the rows of a step whose sum is complete, [R, V]."""
+        return step.cap(self.parameters.head.logits(step.add_norm(None, self.parameters.norm)))
 
     def _behind_attention(self, step: ForwardStep, layer: DecoderLayer, attended_TW: Tensor) -> Tensor:
         added = layer.output(attended_TW)

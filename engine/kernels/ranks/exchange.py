@@ -38,7 +38,7 @@ FEW_BYTES: Final = 4 << 20  # of few rows, twice
 DATA_BEGINS: Final = HEAD_BYTES + 2 * FEW_BYTES
 ONE_SHOT_BYTES: Final = 512 << 10  # of all rows of more than two ranks: above it one of them sums a row, for all
 _STATE: Final = 2 * RANKS_MAX * PROGRAMS  # words before the epoch
-_ABORT: Final = _STATE + 2
+ABORT_WORD: Final = _STATE + 2  # of a window
 _COLUMNS: Final = 2048
 _WARPS: Final = 16
 _REGISTERS: Final = 64  # of a thread, so that two programs of so many warps fit into a multiprocessor
@@ -50,17 +50,19 @@ _PER_LAUNCH: Final = ["rank", "rows", "count"]  # one kernel serves all ranks an
 _SLOTS = tl.constexpr(PROGRAMS)
 _SOURCES = tl.constexpr(RANKS_MAX)
 _EPOCH = tl.constexpr(_STATE)
-_STOP = tl.constexpr(_ABORT)
+_STOP = tl.constexpr(ABORT_WORD)
 _LOOKS = tl.constexpr(64)  # for a flag, to one for the abort word
 _RUNS = tl.constexpr(1 << 16)  # flags of one epoch: more than a program has runs of rows
 
 
 @dataclass(frozen=True, slots=True)
 class RankWindows:
-    """The windows of all ranks, [W, bytes], as one of them sees them: zeroes when they are new."""
+    """The windows of all ranks, [W, bytes], as one of them sees them: zeroes when they are new. Their last `more_bytes`
+    are for something else."""
 
     memory_WB: Tensor
     rank: int
+    more_bytes: int = 0
 
     @property
     def ranks(self) -> int:
@@ -74,7 +76,7 @@ class RankWindows:
     @property
     def half_bytes(self) -> int:
         """The bytes that one exchange may put into a window."""
-        return (self.memory_WB.shape[1] - DATA_BEGINS) // 2 // 16 * 16
+        return (self.memory_WB.shape[1] - self.more_bytes - DATA_BEGINS) // 2 // 16 * 16
 
     def words(self) -> Tensor:
         """All windows as flags are read."""
@@ -83,7 +85,7 @@ class RankWindows:
     @property
     def abort_1(self) -> Tensor:
         """One word of the own window: anything but 0 ends all waits of this rank's kernels."""
-        return self.memory_WB[self.rank, 8 * _ABORT : 8 * _ABORT + 8].view(torch.int64)
+        return self.memory_WB[self.rank, 8 * ABORT_WORD : 8 * ABORT_WORD + 8].view(torch.int64)
 
 
 @triton.jit
