@@ -77,21 +77,24 @@ class GpuMemory:
     groups          and the memory of each group of them, which is all of `memories` that has bytes.
     tier            host memory for blocks that do not fit here, if the spec asks for it.
     standby         the host's copy of the weights is made ahead, while nothing else is to be done.
-    windows         what several ranks share (memory/symmetric.py), held of the device for good, asleep too.
+    windows         what several ranks of a stage share (memory/symmetric.py),
+    windows_bytes   and what all that is shared holds of the device for good, asleep too.
     handover_bytes  left to windows for blocks that other replicas hand over; none while it sleeps.
     sampled_rows    how many tokens the last launched step sampled, to which the next may point; 0 after a wake.
     """
 
     def __init__(
         self, model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pools: LayerPools,
-        step_limits: StepLimits, context_tokens: int, stream: DeviceStream,
+        step_limits: StepLimits, context_tokens: int, stream: DeviceStream, kept_steps: int = 0,
     ) -> None:  # fmt: skip
         """Adds a workspace for steps of the most rows, and host tiers, to weights and pools. Steps are launched into
-        `stream`. Raises OutOfDeviceMemory, and then the workspace is closed."""
+        `stream`; tokens of kept_steps more are kept beside those of the newest. Raises OutOfDeviceMemory, and then the
+        workspace is closed."""
         self.awake = True
         self.standby = False
         self.sampled_rows = 0
         self.windows: RankWindows | None = None
+        self.windows_bytes = 0
         self.handover_bytes = windows_bytes(model, pools.pools, weights.arena.max_bytes)
         self.pools = pools
         self.workspace = Workspace(weights.arena, stream.device)
@@ -106,8 +109,9 @@ class GpuMemory:
             undoing.callback(stream.wait)
             with stream.entered(), self.workspace.entered():
                 self.buffers = StepBuffers.make(
-                    config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens
-                )
+                    config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens,
+                    kept_steps * sampled_rows,
+                )  # fmt: skip
                 tiers = [
                     HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
                     for pool, kept_bytes in zip(
@@ -222,8 +226,7 @@ class GpuMemory:
         return self._asleep_bytes(graphs) + self._weights.bytes + self.workspace.bytes + self.handover_bytes
 
     def _asleep_bytes(self, graphs: int) -> int:
-        windows_bytes = 0 if self.windows is None else self.windows.bytes
-        return CONTEXT_BYTES + graphs * GRAPH_BYTES + windows_bytes
+        return CONTEXT_BYTES + graphs * GRAPH_BYTES + self.windows_bytes
 
     @property
     def kv_bytes(self) -> int:
@@ -266,15 +269,21 @@ class GpuMemory:
 
 def open_gpu_memory(
     model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, step_limits: StepLimits,
-    context_tokens: int, device: torch.device,
+    context_tokens: int, device: torch.device, sizes: Items[tuple[int, int]] = (), kept_steps: int = 0,
 ) -> GpuMemory:  # fmt: skip
-    """Reserves pools for as much KV as the device could hold beside the weights, with one extent of each mapped.
-    Raises OutOfDeviceMemory or DoesNotFit."""
+    """Reserves pools for as much KV as the device could hold beside the weights, with one extent of each mapped; or for
+    as many blocks, and so many in an extent, as `sizes` say. Raises OutOfDeviceMemory or DoesNotFit."""
     groups = config.kv_groups
     shape = kv_shape(config, model.block_tokens, torch.float8_e4m3fn if model.kv_dtype == "fp8" else dtype)
     kv_bytes = weights.arena.max_bytes - weights.bytes
     shapes = group_shapes(shape, groups)
-    blocks = kv_blocks(model, shapes, context_tokens, step_limits.sequences, kv_bytes, kv_bytes)
-    pools = [KVPool(each, count, weights.arena, extents=1) for each, count in zip(shapes, blocks, strict=True)]
+    if not sizes:
+        blocks = kv_blocks(model, shapes, context_tokens, step_limits.sequences, kv_bytes, kv_bytes)
+        sizes = [(count, 0) for count in blocks]
+    pools = [
+        KVPool(each, count, weights.arena, 1, at_once) for each, (count, at_once) in zip(shapes, sizes, strict=True)
+    ]
     layers = LayerPools(groups, pools)
-    return GpuMemory(model, config, dtype, weights, layers, step_limits, context_tokens, DeviceStream(device))
+    return GpuMemory(
+        model, config, dtype, weights, layers, step_limits, context_tokens, DeviceStream(device), kept_steps
+    )

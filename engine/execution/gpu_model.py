@@ -21,7 +21,9 @@ from engine.memory.virtual_memory import Arena
 from engine.models.config import ModelConfig
 from engine.models.decoders import DecoderParameters
 from engine.protocol.specs import ModelSpec
-from engine.step.executor import DecoderMemory
+from engine.step.cost_model import CostModel
+from engine.step.executor import DecoderExecutor, DecoderMemory
+from engine.step.layout import Int32s
 from engine.step.order import StepAnnouncer
 from engine.weights.device_buffer import WeightBuffer
 from engine.weights.source import ShardSource, WeightSource
@@ -30,17 +32,35 @@ from engine.weights.source import ShardSource, WeightSource
 class RankPart(Protocol):
     """What one of several ranks loads and computes with (ranks/gpu_part.py).
 
-    windows       that it shares with the others; announcer: rank 0's alone.
-    arena_bytes   that it may map at most, the same on all ranks.
-    scarce_bytes  that the GPU with the fewest free bytes has less free than this one.
+    windows        that it shares with the others, as those of its stage exchange; announcer: rank 0's alone.
+    arena_bytes    that it may map at most, the same on all ranks.
+    sizes          of its pools, where all stages have the same; none where each rank finds them.
+    kept_steps     how many steps' tokens it keeps beside those of the newest.
     """
 
     model: ModelSpec
-    source: ShardSource
+    source: ShardSource | WeightSource
     windows: RankWindows
     announcer: StepAnnouncer | None
     arena_bytes: int
-    scarce_bytes: int
+
+    @property
+    def sizes(self) -> Sequence[tuple[int, int]]: ...
+
+    @property
+    def kept_steps(self) -> int: ...
+
+    def launch_limits(self, limits: StepLimits, context_tokens: int) -> StepLimits:
+        """The largest that is launched at once of steps of these limits."""
+        ...
+
+    def kv_room(self, room_bytes: int, free_bytes: int) -> tuple[int, int]:
+        """How many bytes this rank may have for KV, and how many are free, if others are to map the same extents."""
+        ...
+
+    def pipeline(self, opened: "GpuModel", graph_rows: int) -> "DecoderRunner | None":
+        """What runs steps on rank 0 where there are stages."""
+        ...
 
     def load_parameters(self, beat: Callable[[], None], into: dict[str, Tensor]) -> DecoderParameters: ...
 
@@ -48,6 +68,23 @@ class RankPart(Protocol):
         """Has the other ranks follow from now on, each with a workspace of so many segments. Returns the memory of
         all."""
         ...
+
+
+class DecoderRunner(DecoderExecutor, Protocol):
+    """What runs a decoder's steps on GPUs, as those who open it see it."""
+
+    costs: CostModel | None
+
+    @property
+    def max_graphs(self) -> int: ...
+
+    def capture_hot(self, beat: Callable[[], None]) -> None: ...
+
+    def capture_first(self) -> None: ...
+
+    def launch_ms(self, packed: Int32s, launches: int) -> float: ...
+
+    def close(self) -> None: ...
 
 
 class GpuModel:
@@ -58,12 +95,12 @@ class GpuModel:
         beat: Callable[[], None], part: RankPart | None, resources: ExitStack,
     ) -> None:  # fmt: skip
         """`resources` closes weights and memory. Raises DoesNotFit or OutOfDeviceMemory."""
-        device, shapes = source.device, source.shapes if part is None else part.source.shapes
-        _require_weights_fit(device, source.bytes if part is None else part.source.bytes)
-        self.model, self.config = (model, config) if part is None else (part.model, part.source.config)
+        device, own = source.device, source if part is None else part.source
+        _require_weights_fit(device, own.bytes)
+        self.model, self.config = (model, config) if part is None else (part.model, own.config)
         self.context_tokens = context_tokens
-        self._announcer = None if part is None else part.announcer
-        weights = WeightBuffer(Arena.of(device, None if part is None else part.arena_bytes), shapes)
+        self._part = part
+        weights = WeightBuffer(Arena.of(device, None if part is None else part.arena_bytes), own.shapes)
         resources.callback(weights.close)
         with ThreadPoolExecutor(1) as beside:  # one thread waits for files and copies, while the other computes
             # On every rank: what one finds beside the model and another compiles would look as if that one hung.
@@ -74,25 +111,30 @@ class GpuModel:
         self.step_limits = StepLimits.of(
             model.sequences, model.step_tokens, context_tokens, model.block_tokens, len(config.kv_groups)
         )
+        self.launch_limits = self.step_limits if part is None else part.launch_limits(self.step_limits, context_tokens)
         self.memory = open_gpu_memory(
-            self.model, self.config, source.dtype, weights, self.step_limits, context_tokens, device
-        )
+            self.model, self.config, source.dtype, weights, self.launch_limits, context_tokens, device,
+            *(() if part is None else (part.sizes, part.kept_steps)),
+        )  # fmt: skip
         resources.callback(self.memory.close)
         if part is not None:
-            self.memory.windows, self.memory.handover_bytes = part.windows, 0  # no blocks of ranks go anywhere
+            self.memory.windows = part.windows if part.windows.ranks > 1 else None
+            self.memory.windows_bytes = part.windows.bytes
+            self.memory.handover_bytes = 0  # no blocks of ranks go anywhere
 
     def runner(self, graph_rows: int) -> GpuRunner:
+        """What runs steps of which no part is another stage's."""
+        announcer = None if self._part is None else self._part.announcer
         return GpuRunner(
-            self.config,
-            self.parameters,
-            self.memory,
-            self.step_limits,
-            self.context_tokens,
-            graph_rows,
-            self._announcer,
+            self.config, self.parameters, self.memory, self.step_limits, self.context_tokens, graph_rows, announcer
         )
 
-    def trial(self, runner: GpuRunner) -> TrialSteps:
+    def decoder_runner(self, graph_rows: int) -> DecoderRunner:
+        """What runs steps on rank 0."""
+        runner = None if self._part is None else self._part.pipeline(self, graph_rows)
+        return self.runner(graph_rows) if runner is None else runner
+
+    def trial(self, runner: DecoderRunner) -> TrialSteps:
         config = self.config
         return TrialSteps(runner, self.step_limits.rows, self.model.block_tokens, config.vectors, config.windows)
 

@@ -2,16 +2,18 @@
 It knows no memory."""
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from engine.execution.cuda_graphs import HOT_SIZES
-from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
+from engine.execution.gpu_runner import GRAPH_ROWS_MAX
 from engine.kernels.tuning import BF12_ROW_BUCKETS
 from engine.protocol.types import SamplingParams
 from engine.step.cost_model import CostModel
-from engine.step.layout import SequenceSlice, pack_step
+from engine.step.executor import InflightStep
+from engine.step.layout import Int32s, SequenceSlice, pack_step
+from engine.step.limits import ExecutorLimits
 from engine.step.profiling import ProfilingLimits, profile_costs
 
 _PRELOADED_ROWS: Final = (64, 128, 1024)  # rows of steps whose kernels a first prompt would wait for
@@ -22,11 +24,23 @@ _ALL_FEATURES: Final = SamplingParams(
 )
 
 
+class TrialRunner(Protocol):
+    """Launches steps, and measures them."""
+
+    limits: ExecutorLimits
+
+    def launch(self, packed: Int32s) -> InflightStep: ...
+
+    def sample(self, step: InflightStep, masks_MW: Int32s) -> None: ...
+
+    def launch_ms(self, packed: Int32s, launches: int) -> float: ...
+
+
 class TrialSteps:
     """Runs steps of up to rows_max rows on a runner, all of them in the first blocks of its pool."""
 
     def __init__(
-        self, runner: GpuRunner, rows_max: int, block_tokens: int, vectors: bool,
+        self, runner: TrialRunner, rows_max: int, block_tokens: int, vectors: bool,
         windows: tuple[tuple[int, float], ...],
     ) -> None:  # fmt: skip
         """`vectors`: the model gives vectors, and no row can have a mask. `windows` as CostModel has them."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
@@ -12,8 +13,8 @@ import torch
 from engine.execution.artifacts import GpuArtifact, gpu_artifacts
 from engine.execution.device_select import device_facts
 from engine.execution.gpu_memory import GpuMemory
-from engine.execution.gpu_model import GpuModel, RankPart
-from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
+from engine.execution.gpu_model import DecoderRunner, GpuModel, RankPart
+from engine.execution.gpu_runner import GRAPH_ROWS_MAX
 from engine.execution.memory_plan import GRAPH_BYTES, initial_extents
 from engine.kernels import block_copies
 from engine.kvcache.device_exchange import DeviceBlockExchange
@@ -32,7 +33,7 @@ _SPARE_BYTES: Final = 1 << 30  # for what fragments, and what others take of the
 def open_gpu(
     model: ModelSpec, config: ModelConfig, source: WeightSource, context_tokens: int, beat: Callable[[], None],
     device_bytes: int | None, standby: bool, resources: ExitStack, part: RankPart | None = None,
-) -> tuple[GpuRunner, DecoderMemory, MemoryReport]:  # fmt: skip
+) -> tuple[DecoderRunner, DecoderMemory, MemoryReport]:  # fmt: skip
     """Loads the weights, compiles what is not compiled yet, measures what a step needs, takes the rest for KV, or what
     device_bytes leave, and captures hot graphs. Takes over what an earlier start measured, and then captures the first
     graphs only. `resources` closes everything, in the order graphs, memory, weights. With a `part` it does so for rank
@@ -51,17 +52,16 @@ def open_gpu(
     all_memory: DecoderMemory = memory if part is None else part.begin(memory, segments)
     with memory.stream.entered():
         memory.workspace.grow(segments)
-    first = opened.trial(opened.runner(0))
+    first = opened.trial(opened.decoder_runner(0))
     if earlier is None:
         first.compile(beat)
     else:
         first.load()
     segments = memory.workspace.segments[first_segments:]
-    runner = opened.runner(GRAPH_ROWS_MAX)
+    runner = opened.decoder_runner(GRAPH_ROWS_MAX)
     resources.callback(runner.close)
     memory.standby = standby
-    scarce_bytes = 0 if part is None else part.scarce_bytes
-    _map_extents(opened, runner, all_memory, device_bytes, scarce_bytes)
+    _map_extents(opened, runner, all_memory, device_bytes, part)
     mapped_blocks = min(
         min(len(group.mapped) * group.layout.extent_blocks, group.layout.blocks) for group in memory.groups
     )
@@ -80,16 +80,17 @@ def open_gpu(
 
 
 def _map_extents(
-    opened: GpuModel, runner: GpuRunner, all_memory: DecoderMemory, device_bytes: int | None, scarce_bytes: int
+    opened: GpuModel, runner: DecoderRunner, all_memory: DecoderMemory, device_bytes: int | None, part: RankPart | None
 ) -> None:
     """Maps the extents that there is room for. Raises DoesNotFit."""
     model, memory = opened.model, opened.memory
     pools = memory.pools.pools
     free = torch.cuda.mem_get_info(memory.stream.device)[0] + memory.kv_bytes - runner.max_graphs * GRAPH_BYTES
-    free -= scarce_bytes + memory.handover_bytes
-    kv_room_bytes = free - (_SPARE_BYTES if model.kv_bytes is None else 0)
-    if device_bytes is not None:
-        kv_room_bytes = min(kv_room_bytes, device_bytes - memory.fixed_bytes(runner.max_graphs))
+    free -= memory.handover_bytes
+    allowed = sys.maxsize if device_bytes is None else device_bytes - memory.fixed_bytes(runner.max_graphs)
+    if part is not None:
+        allowed, free = part.kv_room(allowed, free)
+    kv_room_bytes = min(free - (_SPARE_BYTES if model.kv_bytes is None else 0), allowed)
     counts = initial_extents(model, pools, opened.context_tokens, kv_room_bytes, free)
     for pool, paged, count in zip(pools, all_memory.memories[-len(pools) :], counts, strict=True):
         paged.map(range(len(pool.mapped), count))

@@ -44,7 +44,7 @@ class CommandKind(enum.IntEnum):
     PART = 16  # LAUNCH of a micro-batch behind which others of its step come
 
 
-COMPUTES: Final = frozenset({CommandKind.LAUNCH, CommandKind.PART})
+COMPUTES: Final = frozenset({CommandKind.LAUNCH, CommandKind.PART, CommandKind.HEAD})
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,12 @@ class FollowerModel:
 
     def apply(self, command: Command) -> None:
         """Does a command. Raises what REFUSALS name where nothing has changed, and all else where something has."""
-        if command.kind in COMPUTES:
-            self._compute(command.payload)
-            return
         if command.kind == CommandKind.HEAD:
             if self._head is not None:
                 self._head(command.payload)
+            return
+        if command.kind in COMPUTES:
+            self._compute(command.payload)
             return
         payload = msgspec.msgpack.decode(command.payload)
         match command.kind:

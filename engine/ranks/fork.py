@@ -64,21 +64,19 @@ def fork_ranks(
 
 def _fork_on_gpus(model: ModelSpec, config: ModelConfig, names: list[str], stall_s: float) -> Ranks:
     """Rank r is on the r-th GPU that this process sees."""
+    count, asked = model.gpus * model.stages, f"gpus = {model.gpus}"
     if model.stages > 1:
+        asked = f"stages = {model.stages} of {asked}"
+    if len(names) < count:
         raise DoesNotFit(
-            f"{model.name}: stages = {model.stages} is for CPUs: leave it out, and set gpus to more where one GPU does "
-            "not hold it"
-        )
-    if len(names) < model.gpus:
-        raise DoesNotFit(
-            f"{model.name}: gpus = {model.gpus}, and {len(names)} can be seen: set gpus to fewer, or show it more "
-            f"({VISIBLE_DEVICES_VARIABLE})"
+            f"{model.name}: {asked}, and {len(names)} can be seen: set "
+            f"{'fewer' if model.stages > 1 else 'gpus to fewer'}, or show it more ({VISIBLE_DEVICES_VARIABLE})"
         )
     from engine.execution.gpu_memory import SEQUENCES as GPU_SEQUENCES  # only here: a CPU needs no Triton
     from engine.ranks.gpu_follow import follow_on_gpu
 
-    board = RankBoard(model.gpus, ring_bytes(_table_words(model, config, GPU_SEQUENCES)), 1)
-    pairs = [RankChannel.pair() for _ in range(1, model.gpus)]
+    board = RankBoard(count, ring_bytes(_table_words(model, config, GPU_SEQUENCES)), 1)
+    pairs = [RankChannel.pair() for _ in range(1, count)]
 
     def follow(rank: int, waker: int) -> None:
         follow_on_gpu(model, torch.device("cuda", rank), board, pairs[rank - 1][1], rank, waker)

@@ -2,13 +2,16 @@
 when a rank is lost. It knows neither how commands travel nor how a step is computed."""
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.gpu_sampler import StagedStep
+from engine.pipeline.pipeline_runner import GpuPipelinedStep, PipelineRunner
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.group import RankGroup, RankLost
 from engine.ranks.leader import RankCommand, RankCommands
@@ -27,8 +30,12 @@ class GpuAnnouncer:
         self.launches = 0
         self._commands = commands
 
-    def launch(self, order: StepOrder, words: Int32s) -> None:
-        self._commands.send(CommandKind.LAUNCH, pack_order(order, words))
+    def launch(self, order: StepOrder, words: Int32s, *, more: bool = False) -> None:
+        self._commands.send(CommandKind.PART if more else CommandKind.LAUNCH, pack_order(order, words))
+        self.launches += 1
+
+    def head(self) -> None:
+        self._commands.send(CommandKind.HEAD, b"")
         self.launches += 1
 
     def capture(self, graphs: int, size: int, capture: Callable[[], None], drop: Callable[[], None]) -> None:
@@ -44,11 +51,14 @@ class GpuAnnouncer:
 class RankedStep:
     """A step in flight on all ranks: what it gave counts for nothing where one was lost meanwhile."""
 
-    def __init__(self, local: StagedStep, group: RankGroup) -> None:
+    def __init__(self, local: StagedStep | GpuPipelinedStep, group: RankGroup, finish: Callable[[], None]) -> None:
+        """`finish` launches what is left of it."""
         self.local = local
         self._group = group
+        self._finish = finish
 
     def wait(self) -> RunnerOutput:
+        self._finish()
         output = self.local.wait()
         self._group.require()
         return output
@@ -57,7 +67,7 @@ class RankedStep:
 class RankedGpuExecutor:
     """A DecoderExecutor of several GPUs."""
 
-    def __init__(self, local: GpuRunner, announcer: GpuAnnouncer, group: RankGroup) -> None:
+    def __init__(self, local: GpuRunner | PipelineRunner, announcer: GpuAnnouncer, group: RankGroup) -> None:
         self.limits = local.limits
         self.costs: CostModel | None = local.costs
         self.warm_up = local.warm_up
@@ -68,21 +78,38 @@ class RankedGpuExecutor:
     def launch(self, packed: Int32s) -> RankedStep:
         """As in StepExecutor. What is refused before it was announced changes nothing."""
         self._group.require()
+        with self._launching():
+            step = self._local.launch(packed)
+        return RankedStep(step, self._group, partial(self._finish, step))
+
+    def sample(self, step: InflightStep, masks_MW: Int32s) -> None:
+        """As in MaskedSampler: rank 0 alone draws."""
+        assert isinstance(step, RankedStep)
+        if isinstance(self._local, GpuRunner):
+            self._local.sample(step.local, masks_MW)
+            return
+        with self._launching():
+            self._local.sample(step.local, masks_MW)
+
+    def _finish(self, step: StagedStep | GpuPipelinedStep) -> None:
+        if isinstance(self._local, PipelineRunner) and isinstance(step, GpuPipelinedStep) and step.left:
+            self._group.require()
+            with self._launching():
+                self._local.finish(step)
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Within it rank 0 launches what it tells the others: what fails once they know of it is the end of all."""
         announced = self._announcer.launches
         try:
             with self._group.working():
-                return RankedStep(self._local.launch(packed), self._group)
+                yield
         except RankLost:
             raise
         except Exception as error:
             if self._announcer.launches == announced:
                 raise
             raise self._group.lose(f"rank 0 failed in a step: {error!r}"[:300]) from error
-
-    def sample(self, step: InflightStep, masks_MW: Int32s) -> None:
-        """As in MaskedSampler: rank 0 alone draws."""
-        assert isinstance(step, RankedStep)
-        self._local.sample(step.local, masks_MW)
 
 
 def pack_order(order: StepOrder, words: Int32s) -> bytes:

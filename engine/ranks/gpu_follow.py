@@ -9,11 +9,11 @@ from engine.execution.gpu_model import GpuModel
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
 from engine.execution.memory_plan import context_tokens
 from engine.models.config import read_decoder_config
+from engine.pipeline.stage_runner import StageRunner
 from engine.protocol.specs import ModelSpec
 from engine.ranks.board import RankBoard
 from engine.ranks.channel import RankChannel, swap_as_follower
 from engine.ranks.command_ring import CommandKind
-from engine.ranks.cpu_part import share_of
 from engine.ranks.exchange import wait_for_others
 from engine.ranks.follower import Follower, FollowerModel
 from engine.ranks.gpu_executor import unpack_order
@@ -32,23 +32,30 @@ def follow_on_gpu(
     with torch.inference_mode(), ExitStack() as resources:
         channel.send(facts_of(rank, board.ranks, device))
         config = read_decoder_config(Path(model.folder), vectors=model.vectors)
-        dtype, arena_bytes, software = follower.read(
-            CommandKind.OPEN, lambda said: (getattr(torch, said[0]), said[1], said[2])
+        dtype, arena_bytes, software, sizes = follower.read(
+            CommandKind.OPEN, lambda said: (getattr(torch, said[0]), said[1], said[2], said[3])
         )
         require_like(rank, software_of(device), software)
         source = WeightSource.open(Path(model.folder), config, dtype, device, model.random_weights)
-        part = open_part(
-            share_of(model, board.ranks), source, rank, board.ranks, arena_bytes, swap_as_follower(channel, wait)
-        )
+        part = open_part(model, source, rank, arena_bytes, swap_as_follower(channel, wait), sizes)
         opened = GpuModel(
             model, config, source, context_tokens(model, config.context_tokens), follower.beat, part, resources
         )
 
-        def begin(said: list[list[int]]) -> GpuRunner:
+        def begin(said: list[list[int]]) -> GpuRunner | StageRunner:
             with opened.memory.stream.entered():
                 opened.memory.workspace.grow(said[0])
-            return opened.runner(GRAPH_ROWS_MAX if device.type == "cuda" else 0)
+            graph_rows = GRAPH_ROWS_MAX if device.type == "cuda" else 0
+            return opened.runner(graph_rows) if part.stages is None else part.stage_runner(opened, graph_rows)
 
         runner = follower.read(CommandKind.OPEN, begin)
         resources.callback(runner.close)
-        follower.follow(FollowerModel(lambda payload: runner.follow(*unpack_order(payload)), opened.memory, runner))
+
+        def head(_: bytes) -> None:
+            assert isinstance(runner, StageRunner)
+            runner.follow_head()
+
+        def launch(payload: bytes) -> None:
+            runner.follow(*unpack_order(payload))
+
+        follower.follow(FollowerModel(launch, opened.memory, runner, head))

@@ -5,37 +5,64 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.execution.gpu_memory import GpuMemory
-from engine.layers.rank_shard import RankShard
+from engine.kernels.ranks.handover import MAIL_BYTES
+from engine.memory.symmetric import window_driver
+from engine.pipeline.pipeline_runner import PipelineRunner
+from engine.pipeline.stage_plan import PoolSizes, StageRoom, pool_sizes, stage_shares
 from engine.protocol.specs import ModelSpec
 from engine.ranks.channel import swap_as_leader
 from engine.ranks.command_ring import CommandKind
-from engine.ranks.cpu_part import share_of
 from engine.ranks.fork import Ranks
 from engine.ranks.gpu_executor import GpuAnnouncer
-from engine.ranks.gpu_part import GpuRankPart, RankFacts, facts_of, open_part, require_alike, require_room
-from engine.ranks.leader import RankCommands, RankedMemory
+from engine.ranks.gpu_part import (
+    GpuRankPart,
+    RankFacts,
+    facts_of,
+    open_part,
+    rank_share,
+    require_alike,
+    require_room,
+    window_parts,
+)
+from engine.ranks.leader import RankCommands, RankedMemory, StageBytes
 from engine.ranks.software import software_of
 from engine.weights.source import WeightSource
 
 
 def lead_part(
-    model: ModelSpec, source: WeightSource, ranks: Ranks, commands: RankCommands, announcer: GpuAnnouncer
-) -> GpuRankPart:
+    model: ModelSpec, source: WeightSource, ranks: Ranks, commands: RankCommands, announcer: GpuAnnouncer,
+    context_tokens: int,
+) -> GpuRankPart:  # fmt: skip
     """Rank 0's part, when all ranks said what they run on. Raises DoesNotFit, CannotShard and RankLost."""
     group, count = ranks.group, ranks.group.board.ranks
     facts = [facts_of(0, count, source.device)]
     facts += [msgspec.convert(channel.receive(group.wait)[0], RankFacts) for channel in ranks.channels]
     require_alike(model.name, facts)
-    require_room(model.name, facts, source.cut(RankShard(0, count), cut_embedding=True).bytes)
+    shares = stage_shares(model, source) if model.stages > 1 else [rank_share(model, source, 0)]
+    weights = [share.source.bytes for share in shares for _ in range(model.gpus)]
+    own_bytes, mails = window_parts(model, source.config.hidden)
+    require_room(model.name, facts, weights, own_bytes + mails * MAIL_BYTES)
     arena_bytes = min(each.total_bytes for each in facts)
     dtype, software = str(source.dtype).removeprefix("torch."), software_of(source.device)
-    commands.say(CommandKind.OPEN, dtype, arena_bytes, software)
+    sizes: PoolSizes = ()
+    if model.stages > 1:
+        granularity = window_driver(source.device).granularity
+        sizes = pool_sizes(shares, source.dtype, context_tokens, arena_bytes, granularity)
+    commands.say(CommandKind.OPEN, dtype, arena_bytes, software, sizes)
 
     def begin(memory: GpuMemory, segments: Sequence[int]) -> RankedMemory:
         commands.wait(commands.say(CommandKind.OPEN, list(segments)))
-        return RankedMemory(memory, commands)
+        stages = [StageBytes(share.source.bytes, share.block_bytes) for share in shares]
+        return RankedMemory(memory, commands, stages=stages)
 
-    return open_part(
-        share_of(model, count), source, 0, count, arena_bytes, swap_as_leader(ranks.channels, group.wait), announcer,
-        facts[0].free_bytes - min(each.free_bytes for each in facts), begin,
-    )  # fmt: skip
+    def lead(runner: PipelineRunner) -> None:
+        commands.begin_launched = runner.begin_all
+
+    part = open_part(model, source, 0, arena_bytes, swap_as_leader(ranks.channels, group.wait), sizes)
+    blocks = [sum(share.block_bytes) or 1 for share in shares for _ in range(model.gpus)]
+    part.rooms = [
+        StageRoom(each.free_bytes - facts[0].free_bytes, weights[rank] - weights[0], blocks[rank], blocks[0])
+        for rank, each in enumerate(facts)
+    ]
+    part.announcer, part.begin_following, part.lead = announcer, begin, lead
+    return part

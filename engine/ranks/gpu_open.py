@@ -5,10 +5,12 @@ from contextlib import ExitStack
 from typing import Final
 
 from engine.execution.device_select import select_device
+from engine.execution.gpu_runner import GpuRunner
 from engine.execution.memory_plan import DoesNotFit
 from engine.execution.open import DecoderParts, loaded_decoder, read_decoder
 from engine.execution.open_gpu import open_gpu
 from engine.memory.errors import OutOfDeviceMemory
+from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.protocol.specs import ModelSpec
 from engine.ranks.fork import Ranks
 from engine.ranks.gpu_executor import GpuAnnouncer, RankedGpuExecutor
@@ -34,7 +36,7 @@ def open_on_gpus(
         announcer = GpuAnnouncer(commands)
         try:
             with group.patient(_OPENING_STALL_S):
-                part = lead_part(model, source, ranks, commands, announcer)
+                part = lead_part(model, source, ranks, commands, announcer, tokens)
                 watch = RankWatch(group, WaitEnder(part.windows).end)
                 resources.callback(watch.close)
                 inner = resources.enter_context(ExitStack())
@@ -44,5 +46,6 @@ def open_on_gpus(
                 resources.callback(commands.close)
         except OutOfDeviceMemory as error:
             raise DoesNotFit(f"{model.name}: {error}") from error
+        assert isinstance(runner, GpuRunner | PipelineRunner)
         parts: DecoderParts = (RankedGpuExecutor(runner, announcer, group), memory, report)
         return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources))

@@ -10,19 +10,27 @@ import torch
 from torch import Tensor
 
 from engine.execution.device_select import device_facts
-from engine.execution.gpu_memory import GpuMemory
+from engine.execution.gpu_memory import SEQUENCES, GpuMemory, StepLimits
+from engine.execution.gpu_model import GpuModel
 from engine.execution.memory_plan import DoesNotFit
-from engine.kernels.ranks.exchange import RankWindows, gather_columns
+from engine.kernels.ranks.exchange import HEAD_BYTES, RankWindows, gather_columns
+from engine.kernels.ranks.handover import MAIL_BYTES, StageWindows, mails_bytes
 from engine.layers.rank_shard import RankShard
 from engine.memory.streams import DeviceStream
 from engine.memory.symmetric import SwapDescriptors, share_windows, window_driver
 from engine.models.decoders import DecoderParameters
+from engine.pipeline.pipeline_runner import KEPT_STEPS, PARTS_MAX, PipelineRunner, micro_batch_limits
+from engine.pipeline.stage_plan import PoolSizes, StageRoom, StageShare, stage_shares
+from engine.pipeline.stage_runner import StageRunner
+from engine.pipeline.word_slots import SLOTS_MAX
 from engine.protocol.specs import ModelSpec
+from engine.ranks.cpu_part import share_of
 from engine.step.executor import DecoderMemory
 from engine.step.order import StepAnnouncer
 from engine.weights.source import ShardSource, WeightSource
 
 WINDOW_BYTES: Final = 48 << 20  # of each rank, asleep too
+_MAILS_MIN: Final = 16
 BeginFollowing = Callable[[GpuMemory, Sequence[int]], DecoderMemory]
 
 
@@ -62,11 +70,11 @@ def require_alike(model: str, facts: Sequence[RankFacts]) -> None:
                 )
 
 
-def require_room(model: str, facts: Sequence[RankFacts], weights_bytes: int) -> None:
-    """Raises DoesNotFit where a GPU has no room for its part of the weights, so many bytes, and for its window: before
-    one of them is read."""
-    for own in facts:
-        if own.free_bytes < weights_bytes + WINDOW_BYTES:
+def require_room(model: str, facts: Sequence[RankFacts], weights: Sequence[int], window_bytes: int) -> None:
+    """Raises DoesNotFit where a GPU has no room for its part of the weights, so many bytes on each, and for its window:
+    before one of them is read."""
+    for own, weights_bytes in zip(facts, weights, strict=True):
+        if own.free_bytes < weights_bytes + window_bytes:
             raise DoesNotFit(
                 f"{model}: {weights_bytes / 1e9:.1f} GB of weights are to go to GPU {own.rank} of those that it has, "
                 f"{own.free_bytes / 1e9:.1f} of {own.total_bytes / 1e9:.1f} GB are free there: other processes hold "
@@ -91,40 +99,132 @@ class GpuExchange:
         return gather_columns(self._windows, own_TN, self._firsts_W1, self._firsts)
 
 
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Which of so many stages a rank is of, and the windows of all ranks as it sees them."""
+
+    number: int
+    count: int
+    windows: StageWindows
+
+    @property
+    def is_first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+
 @dataclass(slots=True)
 class GpuRankPart:
-    """A RankPart of engine/execution/gpu_model.py. `begin` is rank 0's alone."""
+    """A RankPart of engine/execution/gpu_model.py.
+
+    stages     what it has of them, where there are several.
+    rooms      what the GPUs of other ranks have beside that of rank 0.
+    begin_following, announcer, lead   are rank 0's alone; `lead` is told of what runs steps there.
+    """
 
     model: ModelSpec
-    source: ShardSource
+    source: ShardSource | WeightSource
     exchange: GpuExchange
     windows: RankWindows
-    announcer: StepAnnouncer | None
     arena_bytes: int
-    scarce_bytes: int = 0
+    stages: StagePlace | None = None
+    sizes: PoolSizes = ()
+    rooms: Sequence[StageRoom] = ()
+    announcer: StepAnnouncer | None = None
     begin_following: BeginFollowing | None = None
+    lead: Callable[[PipelineRunner], None] = lambda runner: None
+
+    @property
+    def kept_steps(self) -> int:
+        return 0 if self.stages is None else KEPT_STEPS
+
+    def launch_limits(self, limits: StepLimits, context_tokens: int) -> StepLimits:
+        if self.stages is None:
+            return limits
+        return micro_batch_limits(limits, context_tokens, self.model.block_tokens, len(self.source.config.kv_groups))
 
     def load_parameters(self, beat: Callable[[], None], into: dict[str, Tensor]) -> DecoderParameters:
+        if isinstance(self.source, WeightSource):
+            return self.source.load(beat, into)
         return self.source.load(self.exchange, beat, into)
+
+    def kv_room(self, room_bytes: int, free_bytes: int) -> tuple[int, int]:
+        rooms = [room.of(room_bytes) for room in self.rooms]
+        return min([room_bytes, *rooms]), min([free_bytes, *(room.of_free(free_bytes) for room in self.rooms)])
 
     def begin(self, memory: GpuMemory, segments: Sequence[int]) -> DecoderMemory:
         assert self.begin_following is not None
         return self.begin_following(memory, segments)
 
+    def stage_runner(self, opened: GpuModel, graph_rows: int) -> StageRunner:
+        """What launches this rank's part of micro-batches."""
+        stages = self.stages
+        assert stages is not None
+        return StageRunner(
+            opened.config, opened.parameters, opened.memory, opened.launch_limits, graph_rows, stages.windows,
+            (stages.is_first, stages.is_last), self.announcer,
+        )  # fmt: skip
+
+    def pipeline(self, opened: GpuModel, graph_rows: int) -> PipelineRunner | None:
+        if self.stages is None:
+            return None
+        announcer, stages, hidden = self.announcer, self.stages, opened.config.hidden
+        assert announcer is not None
+        stage = self.stage_runner(opened, graph_rows)
+        runner = PipelineRunner(
+            opened.config, stage, opened.memory, (opened.step_limits, opened.launch_limits), opened.context_tokens,
+            stages.count, (stages.windows.mails, stages.windows.rows_of(hidden)), announcer,
+            whole=graph_rows == 0 and opened.memory.stream.queues,
+        )  # fmt: skip
+        self.lead(runner)
+        return runner
+
+
+def rank_share(model: ModelSpec, source: WeightSource, rank: int) -> StageShare:
+    """What a rank has. Raises CannotShard."""
+    stage, number = divmod(rank, model.gpus)
+    if model.stages > 1:
+        return stage_shares(model, source, number)[stage]
+    return StageShare(source.cut(RankShard(number, model.gpus), cut_embedding=True), share_of(model, model.gpus), ())
+
 
 def open_part(
-    share: ModelSpec, source: WeightSource, rank: int, ranks: int, arena_bytes: int, swap: SwapDescriptors,
-    announcer: StepAnnouncer | None = None, scarce_bytes: int = 0, begin_following: BeginFollowing | None = None,
-) -> GpuRankPart:  # fmt: skip
-    """Cuts the source and shares windows with the other ranks, which do so at the same time. `share` is what the spec
-    means for one rank. Raises CannotShard, OutOfDeviceMemory, and what `swap` raises."""
-    shard = source.cut(RankShard(rank, ranks), cut_embedding=True)
-    memory_WB = share_windows(window_driver(source.device), WINDOW_BYTES, rank, ranks, swap)
-    windows = RankWindows(memory_WB, rank)
-    return GpuRankPart(
-        share, shard, GpuExchange(windows, source.config.vocabulary), windows, announcer, arena_bytes, scarce_bytes,
-        begin_following,
-    )  # fmt: skip
+    model: ModelSpec, source: WeightSource, rank: int, arena_bytes: int, swap: SwapDescriptors, sizes: PoolSizes = ()
+) -> GpuRankPart:
+    """Cuts the source and shares windows with the other ranks, which do so at the same time. `sizes` are those of the
+    stages' pools. Raises CannotShard, OutOfDeviceMemory, and what `swap` raises."""
+    share, hidden = rank_share(model, source, rank), source.config.hidden
+    ranks, own_bytes, mails = model.gpus * model.stages, *window_parts(model, hidden)
+    more_bytes = mails_bytes(mails) if mails else 0
+    all_WB = share_windows(window_driver(source.device), own_bytes + more_bytes, rank, ranks, swap)
+    stage, number = divmod(rank, model.gpus)
+    own_WB = all_WB[stage * model.gpus : (stage + 1) * model.gpus]
+    windows = RankWindows(own_WB, number, own_WB.shape[1] - own_bytes if mails else 0)
+    part = GpuRankPart(
+        share.model, share.source, GpuExchange(windows, source.config.vocabulary), windows, arena_bytes, sizes=sizes
+    )
+    if mails:
+        following, previous = ((rank + step) % ranks for step in (model.gpus, -model.gpus))
+        part.stages = StagePlace(stage, model.stages, StageWindows(all_WB, rank, following, previous, own_bytes, mails))
+    return part
+
+
+def window_parts(model: ModelSpec, hidden: int) -> tuple[int, int]:
+    """The bytes of a rank's window that the ranks of its stage exchange sums in, and how many mails it has behind
+    them: all rows that a step may sample are on their way at once, and some of each of its micro-batches."""
+    if model.stages == 1:
+        return WINDOW_BYTES, 0
+    rows = MAIL_BYTES // (4 * hidden)
+    mails = max(_MAILS_MIN, PARTS_MAX + -(-(model.sequences or SEQUENCES) // max(1, rows)))
+    if not rows or mails >= SLOTS_MAX:
+        raise DoesNotFit(
+            f"{model.name}: stages = {model.stages} and {model.sequences or SEQUENCES} sequences of {hidden} numbers "
+            "each take too many mails between stages: set sequences to less"
+        )
+    return (WINDOW_BYTES if model.gpus > 1 else HEAD_BYTES), mails
 
 
 class WaitEnder:

@@ -181,17 +181,31 @@ class RankedPagedMemory:
         self._commands.do(RankCommand(kind, (self._index, *payload), act))
 
 
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """What a stage takes of each of its devices: weights, and a block of each KV group."""
+
+    weights_bytes: int
+    block_bytes: tuple[int, ...]
+
+
 class RankedMemory:
     """A DecoderMemory of several ranks on one host, which sleep and wake as one."""
 
     def __init__(
-        self, local: DecoderMemory, commands: RankCommands, shared_block_bytes: Items[int] | None = None
-    ) -> None:
+        self, local: DecoderMemory, commands: RankCommands, shared_block_bytes: Items[int] | None = None,
+        stages: Items[StageBytes] = (),
+    ) -> None:  # fmt: skip
         """`shared_block_bytes`: all ranks are on one device, as on a CPU, and a block of each memory takes so much on
-        all of them; else each has its own, and its bytes are counted of each."""
+        all of them; else each has its own, and its bytes are counted of each. `stages` say of those with devices of
+        their own what is unlike there: what is counted is what the fullest device has."""
         self._shared = shared_block_bytes is not None
         self._patience_s = None if self._shared else _MOVE_STALL_S
         sizes = shared_block_bytes or [memory.layout.block_bytes for memory in local.memories]
+        self._stages = stages if len(stages) > 1 else ()
+        if self._stages:
+            most = [max(counts) for counts in zip(*(stage.block_bytes for stage in stages), strict=True)]
+            sizes = [0] * (len(local.memories) - len(most)) + most
         self.memories: tuple[PagedMemory, ...] = tuple(
             RankedPagedMemory(memory, index, commands, block_bytes)
             for index, (memory, block_bytes) in enumerate(zip(local.memories, sizes, strict=True))
@@ -231,6 +245,7 @@ class RankedMemory:
         """As in Sleeper: of all ranks where these share a device; else every rank holds as much as rank 0."""
         own, board = self._local.usage(), self._commands.group.board
         if not self._shared:
+            own = own if not self._stages else self._fullest(own)
             host = {name: board.ranks * getattr(own, name) for name in _OF_THE_HOST}
             return replace(own, **host)
         layouts, weights_bytes = [memory.layout for memory in self.memories], int(board.weights_bytes_W.sum())
@@ -247,6 +262,31 @@ class RankedMemory:
             memory_bytes=kept_bytes, weights_bytes=weights_bytes, kv_bytes=sum(mapped), kept_bytes=kept_bytes,
             standby_bytes=standby_bytes,
         )  # fmt: skip
+
+    def _fullest(self, own: MemoryUsage) -> MemoryUsage:
+        """What rank 0 uses, with the most of everything that a device of some stage has instead."""
+        first, usages = self._stages[0], []
+        groups = self._local.memories[-len(first.block_bytes) :]
+        own_extents = [memory.layout.extent_blocks * memory.layout.block_bytes for memory in groups]
+        own_fixed = own.max_bytes - max(
+            size * memory.layout.extents for size, memory in zip(own_extents, groups, strict=True)
+        )
+        asleep_fixed = own.device_bytes if not own.device_bytes > own.asleep_bytes else 0
+        for stage in self._stages:
+            weights = stage.weights_bytes - first.weights_bytes
+            sizes = [memory.layout.extent_blocks * size for memory, size in zip(groups, stage.block_bytes, strict=True)]
+            kv_bytes = sum(len(memory.mapped) * size for memory, size in zip(groups, sizes, strict=True))
+            fixed = own_fixed + weights
+            usages.append(
+                replace(
+                    own, device_bytes=asleep_fixed or fixed + kv_bytes, kv_bytes=kv_bytes,
+                    min_bytes=fixed + sum(m.layout.min_extents * size for m, size in zip(groups, sizes, strict=True)),
+                    max_bytes=fixed + max(m.layout.extents * size for m, size in zip(groups, sizes, strict=True)),
+                    weights_bytes=own.weights_bytes + weights,
+                )
+            )  # fmt: skip
+        names = ("device_bytes", "kv_bytes", "min_bytes", "max_bytes", "weights_bytes")
+        return replace(own, **{name: max(getattr(usage, name) for usage in usages) for name in names})
 
     def _attempt(self, command: RankCommand, undo: RankCommand) -> int:
         group = self._commands.group

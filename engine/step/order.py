@@ -27,8 +27,13 @@ class StepOrder(NamedTuple):
 class StepAnnouncer(Protocol):
     """Says to the other ranks what rank 0 is about to do."""
 
-    def launch(self, order: StepOrder, words: Int32s) -> None:
-        """Rank 0 launches the step that lies in these words, its attention plan among them."""
+    def launch(self, order: StepOrder, words: Int32s, *, more: bool = False) -> None:
+        """Rank 0 launches the step that lies in these words, its attention plan among them; or a micro-batch, behind
+        which `more` of its step come."""
+        ...
+
+    def head(self) -> None:
+        """Rank 0 launches the head for the oldest micro-batch whose rows were to come back."""
         ...
 
     def capture(self, graphs: int, size: int, capture: Callable[[], None], drop: Callable[[], None]) -> None:

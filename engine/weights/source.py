@@ -141,8 +141,9 @@ class WeightSource:
         return ShardSource(self, config, own, parts, whole_formats, shard_formats(whole_formats, parts))
 
     def load_all(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The parameters' tensors, by name."""
-        if self.checkpoint is None and self.unstaged is not None:
+        """The parameters' tensors, by name. What is made up is of a whole model on a CPU, and on a GPU made up for each
+        stage."""
+        if self.checkpoint is None and self.unstaged is not None and self.device.type == "cpu":
             whole, names = self.unstaged
             made = whole.load_all(beat)
             return {name: made[parameter] for name, parameter in names.items()}

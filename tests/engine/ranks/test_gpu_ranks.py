@@ -22,6 +22,7 @@ from engine.execution import gpu_model
 from engine.execution.artifacts import kernels_folder
 from engine.execution.gpu_memory import GpuMemory
 from engine.execution.gpu_model import GpuModel
+from engine.execution.gpu_runner import GpuRunner
 from engine.execution.memory_plan import DoesNotFit
 from engine.execution.open import loaded_decoder, read_decoder
 from engine.layers.linear_gpu import Bf12Linear, GpuLinear
@@ -29,6 +30,7 @@ from engine.memory.errors import CaptureFailed, OutOfDeviceMemory
 from engine.models.config import read_decoder_config
 from engine.models.llama import kv_shape
 from engine.models.parameter_entries import ParameterEntry
+from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.protocol.specs import ModelSpec, ReplicaSpec
 from engine.protocol.types import SamplingParams
 from engine.ranks import fork, gpu_part
@@ -65,27 +67,31 @@ ALL = SamplingParams(temperature=0.7, seed=3, top_p=0.9, repetition_penalty=1.1,
 
 
 class OpenedRanks:
-    """A model of two ranks as rank 0 has it."""
+    """A model of several ranks as rank 0 has it."""
 
-    def __init__(self, folder: Path, resources: ExitStack, stall_s: float = 30.0, **settings: Any) -> None:
-        self.spec = model = spec(
-            folder, gpus=2, context_tokens=256, sequences=8, step_tokens=128, dtype="float32", **settings
-        )
-        board, (own, other) = RankBoard(2, RING_BYTES, 1), RankChannel.pair()
+    def __init__(
+        self, folder: Path, resources: ExitStack, gpus: int = 2, stages: int = 1, stall_s: float = 30.0, **settings: Any
+    ) -> None:
+        sizes = {"context_tokens": 256, "sequences": 8, "step_tokens": 128} | settings
+        self.spec = model = spec(folder, gpus=gpus, stages=stages, dtype="float32", **sizes)
+        count = gpus * stages
+        board, pairs = RankBoard(count, RING_BYTES, 1), [RankChannel.pair() for _ in range(1, count)]
 
         def follow(rank: int, waker: int) -> None:
             torch.set_num_threads(1)
-            follow_on_gpu(model, CPU, board, other, rank, waker)
+            follow_on_gpu(model, CPU, board, pairs[rank - 1][1], rank, waker)
 
         self.group = RankGroup.fork(board, follow, stall_s)
         resources.callback(self.group.close)
         config, tokens, files, source = read_decoder(model, CPU)
         commands = RankCommands(self.group)
         announcer = GpuAnnouncer(commands)
-        self.part = lead_part(model, source, Ranks(self.group, 2, (own,)), commands, announcer)
+        ranks = Ranks(self.group, count, tuple(own for own, _ in pairs))
+        self.part = lead_part(model, source, ranks, commands, announcer, tokens)
         opened = GpuModel(model, config, source, tokens, lambda: None, self.part, resources)
         self.memory = self.part.begin(opened.memory, [])
-        runner = opened.runner(0)
+        runner = opened.decoder_runner(0)
+        assert isinstance(runner, GpuRunner | PipelineRunner)
         resources.callback(runner.close)
         resources.callback(commands.close)
         for paged in self.memory.memories:
