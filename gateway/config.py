@@ -226,7 +226,7 @@ class ModelEntryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     replicas: Annotated[int, _doc("copies on each machine", ge=1, le=64)] = 1
     machines: Annotated[int, _doc("machines of a cluster that hold it; 0: all", ge=0, le=10_000)] = 0
     gpus: Annotated[_Ranks | Literal["auto"], _doc("GPUs of a copy, a process each (on a CPU ranks); auto: fewest")] = 1
-    stages: Annotated[int, _doc("runs of layers, a process each, that follow each other; on CPUs", ge=1, le=64)] = 1
+    stages: Annotated[_Ranks | Literal["auto"], _doc("runs of layers, `gpus` each; auto: where links are weak")] = 1
     dtype: Annotated[str, _doc("auto, float32, bfloat16 or float16", pattern="^(auto|float32|bfloat16|float16)$")] = (
         "auto"
     )

@@ -25,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from engine.host.devices import open_devices
+from engine.host.devices import open_devices, peer_link
 from engine.host.launchers import open_launcher
 from engine.host.model_source import ModelSource
 from engine.host.paths import AgentStartError, lock_folder, open_listener, replica_place
@@ -45,7 +45,8 @@ from engine.log import log, log_uncaught
 from engine.process.companion import CompanionProcess
 from engine.protocol.connection import PeerChannel, remove_socket
 from engine.protocol.frames import PROTOCOL_VERSION, DrainMachine, Frame, MachineState, ModelDemand, encode_frame
-from engine.protocol.specs import MachineSpec, ModelSpec, ranks_on
+from engine.protocol.rank_layout import UNKNOWN_LINK, RankLayout, layout_on
+from engine.protocol.specs import MachineSpec, ModelSpec
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # the shortest time between two decisions: busy replicas report their load more often than that
@@ -102,8 +103,11 @@ class HostAgent:
         supervisor = ReplicaSupervisor(model.name, address, heartbeat, self._timeouts, self._launcher, self._selector)
         peer = ReplicaPeer(self._selector, address, self._timeouts.connect_s)
         budgets = [device.budget.max_bytes if device.total_bytes else _UNKNOWN_BYTES for device in self._devices]
-        ranks = max(1, model.gpus) if self._on_cpu else ranks_on(model, budgets)
-        return ReplicaHandle(name, model, supervisor, peer, self._timeouts, self._on_cpu, ranks)
+        layout = RankLayout(max(1, model.gpus), max(1, model.stages))
+        if not self._on_cpu:
+            link = UNKNOWN_LINK if model.stages else peer_link(self._devices)
+            layout = layout_on(model, budgets, link)
+        return ReplicaHandle(name, model, supervisor, peer, self._timeouts, self._on_cpu, layout)
 
     @property
     def _supervisors(self) -> list[ReplicaSupervisor]:

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Final
 
 from engine.host.paths import AgentStartError, kernel_cache
 from engine.hostinfo import cpu, gpus
 from engine.hostinfo.memory import HostDevice, cpu_device, gpu_devices
+from engine.protocol.rank_layout import PeerLink
 from engine.protocol.specs import MachineSpec
 
 # oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; so does PyTorch's
@@ -26,3 +28,10 @@ def open_devices(spec: MachineSpec, scratch: contextlib.ExitStack) -> list[HostD
         return [cpu_device(spec, {**caches, **cpu.waiting_environment(os.environ)})]
     chosen = [names[int(number)]] if number else names
     return gpu_devices(spec, chosen, {gpus.KERNEL_CACHE_VARIABLE: kernel_cache(spec, scratch)})
+
+
+def peer_link(devices: Sequence[HostDevice]) -> PeerLink:
+    """The weakest link between these GPUs. It asks the driver, which takes some 10 ms."""
+    names = {device.name for device in devices}
+    indices = [gpu.index for gpu in gpus.installed_gpus() if {str(gpu.index), gpu.uuid} & names]
+    return gpus.weakest_link(gpus.gpu_pairs(indices))

@@ -176,7 +176,7 @@ class PlacementReconciler:
         devices = [self._devices[device] for device in placement.devices]
         whole_device = self._alone or not all(device.total_bytes for device in devices)
         spec = ReplicaSpec(
-            model=msgspec.structs.replace(replica.model, gpus=replica.ranks),
+            model=msgspec.structs.replace(replica.model, gpus=replica.layout.gpus, stages=replica.layout.stages),
             address=replica.supervisor.address,
             pulse=str(replica.supervisor.heartbeat_path),
             boot=replica.supervisor.boot + 1,

@@ -14,6 +14,7 @@ from engine.placement.capacity import HANDOVER_S
 from engine.placement.snapshot import Placement, PlacementPreferences, ReplicaSnapshot, TransitionTimes
 from engine.process.supervised import Backoff
 from engine.protocol.frames import PlacementStatus, ReplicaLoad, ReplicaState, SetPlacement
+from engine.protocol.rank_layout import RankLayout
 from engine.protocol.specs import ModelSpec, estimated_rank_bytes, settings_digest
 from engine.protocol.types import ReplicaRole, Residency
 
@@ -21,6 +22,7 @@ _RATE_S: Final = 30.0  # the rate of requests is an average over about so long
 _KV_SHORTAGE_S: Final = 1.0  # KV that was short counts as short for so long: two ReplicaLoads
 _SLOWEST_BYTES_S: Final = 1e9  # the speed that any move is given time for
 _CPU_OVERHEAD_BYTES: Final = 256 << 20
+_ALONE: Final = RankLayout(1, 1)
 _START_S: Final = 8.0  # a process's start, beside its bytes, before one was seen
 _START_BYTES_S: Final = 1e9
 _WAKE_S: Final = 0.1
@@ -52,8 +54,8 @@ class ReplicaHandle:
     """One replica of a model. What is public is read by the reconciler, which carries the policy's placements out.
 
     devices          indices of the devices of its process, or of its last one; none: it had none.
-    ranks            that it is cut into; device_count: it is on so many devices at once, of which what it holds of one
-                     is what it holds of each.
+    layout           of its ranks and stages; device_count: it is on so many devices at once, of which what it holds of
+                     one is what it holds of each.
     granted_bytes    of each, that its process may hold there; 0 asleep, and where there is none.
     status           what its process reported last of where it is, also while the connection to it is lost; None:
                      nothing yet.
@@ -67,7 +69,7 @@ class ReplicaHandle:
 
     def __init__(
         self, name: str, model: ModelSpec, supervisor: ReplicaSupervisor, peer: ReplicaPeer,
-        timeouts: SupervisionTimeouts, on_cpu: bool, ranks: int = 1,
+        timeouts: SupervisionTimeouts, on_cpu: bool, layout: RankLayout = _ALONE,
     ) -> None:  # fmt: skip
         self.name = name
         self.model = model
@@ -78,8 +80,8 @@ class ReplicaHandle:
         self.supervisor = supervisor
         self.peer = peer
         self.devices: tuple[int, ...] = ()
-        self.ranks = ranks
-        self.device_count = 1 if on_cpu else ranks  # ranks on a CPU share its memory
+        self.layout = layout
+        self.device_count = 1 if on_cpu else layout.devices  # ranks on a CPU share its memory
         self.granted_bytes = 0
         self.status: PlacementStatus | None = None
         self.transition: Transition | None = None
@@ -89,7 +91,7 @@ class ReplicaHandle:
         self.placed_at: float | None = None
         self.evicted_at: float | None = None
         on_cpu_bytes = model.weights_bytes * 9 // 8 + _CPU_OVERHEAD_BYTES
-        self.estimated_bytes = on_cpu_bytes if on_cpu else estimated_rank_bytes(model, ranks)
+        self.estimated_bytes = on_cpu_bytes if on_cpu else estimated_rank_bytes(model, layout.devices)
         self._timeouts = timeouts
         self._copies_weights = not on_cpu
         self._sizes: PlacementStatus | None = None  # the last report of this replica, or of another of its model

@@ -11,6 +11,8 @@ from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any, Final
 
+from engine.protocol.rank_layout import UNKNOWN_LINK, PeerLink
+
 VISIBLE_DEVICES_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 KERNEL_CACHE_VARIABLE: Final = "TRITON_CACHE_DIR"  # where Triton keeps compiled kernels
 MIN_CAPABILITY: Final = (8, 0)  # bfloat16 on tensor cores, and asynchronous copies
@@ -95,6 +97,13 @@ def gpu_pairs(indices: Sequence[int]) -> list[GpuPair]:
         finally:
             pynvml.nvmlShutdown()
     return pairs
+
+
+def weakest_link(pairs: Sequence[GpuPair]) -> PeerLink:
+    """What the weakest pair has; as if nobody knew where there is none."""
+    if not pairs:
+        return UNKNOWN_LINK
+    return PeerLink(min(pair.bytes_per_s for pair in pairs), all(pair.nvlink for pair in pairs))
 
 
 def _nvlink_bytes_per_s(nvml: Any, own: Any, other: Any) -> int:

@@ -1,7 +1,6 @@
 """Specifications that processes are started with: a model, a replica, a machine; JSON documents on a command line."""
 
 import hashlib
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -43,16 +42,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # as much of the device beside, but a 32nd of it at most: what comes from GPUs that reach it takes none of the host
     prefill_replicas: int = 0  # so many of a machine's compute prompts for the others; −1: as many as load wants
     gpus: int = 1  # the model is cut into so many ranks, each a process; on a CPU too. 0: as few as hold it
-    stages: int = 1  # its layers are shared out to so many stages that follow each other, each of `gpus` ranks
+    stages: int = (
+        1  # its layers are shared out to so many stages, each of `gpus` ranks. 0: as links between GPUs advise
+    )
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
     context_kv_bytes: int = 0  # about what the KV of one context takes; 0: not known
     most_ranks: int = 1  # it divides into so many ranks, and into each number that divides that
+    layers: int = 0  # and into at most so many stages; 0: not known, as its `hidden` size
+    hidden: int = 0
 
 
 # Fields that the agent alone reads: they change while a replica runs.
 _AGENTS_OWN: Final = (
     *("replicas", "weights_bytes", "pinned", "priority", "resident_s", "wake_s", "context_kv_bytes", "most_ranks"),
-    "prefill_replicas",
+    *("prefill_replicas", "layers", "hidden"),
 )
 
 GPU_OVERHEAD_BYTES: Final = 4 << 30  # of a GPU beside the weights, before a process reports: workspace, graphs, some KV
@@ -61,19 +64,6 @@ GPU_OVERHEAD_BYTES: Final = 4 << 30  # of a GPU beside the weights, before a pro
 def estimated_rank_bytes(model: ModelSpec, ranks: int) -> int:
     """Bytes of a GPU that each of so many ranks may need, as long as nothing has reported it."""
     return model.weights_bytes * 9 // 8 // ranks + GPU_OVERHEAD_BYTES
-
-
-def ranks_on(model: ModelSpec, gpu_bytes: Sequence[int]) -> int:
-    """How many ranks a model has on GPUs of which models may have so many bytes each: as its spec says, or as few as
-    hold its weights and the KV of one context; the most that there can be where no number does."""
-    if model.gpus:
-        return model.gpus
-    rooms = sorted(gpu_bytes, reverse=True)
-    counts = [count for count in range(1, len(rooms) + 1) if model.most_ranks % count == 0] or [1]
-    for count in counts:
-        if estimated_rank_bytes(model, count) + model.context_kv_bytes // count <= (rooms[count - 1] if rooms else 0):
-            return count
-    return counts[-1]
 
 
 def settings_digest(model: ModelSpec) -> str:

@@ -241,35 +241,40 @@ def spec_of(config: Config, entry: ModelEntryConfig) -> ModelSpec:
     folder, paths = folder_of(config, entry), entry.public_prefixes
     task = _task(folder, entry)
     waiting = entry.waiting or (_WAITING if task is ModelTask.GENERATION else _TEXTS_WAITING)
-    gpus = 0 if entry.gpus == "auto" else entry.gpus
+    gpus, stages = (0 if count == "auto" else count for count in (entry.gpus, entry.stages))
     if entry.prefill_replicas and not entry.handover_bytes:
         problem = "prompts are computed for other replicas only where these take KV in: set handover_bytes too"
         raise SettingsError(f"models.prefill_replicas of {entry.name}: {problem}")
-    sizes = msgspec.structs.replace(entry, folder=str(folder), waiting=waiting, public_prefixes=[], gpus=gpus)
-    context_kv_bytes, most_ranks = _cut_sizes(folder, entry)
+    sizes = msgspec.structs.replace(
+        entry, folder=str(folder), waiting=waiting, public_prefixes=[], gpus=gpus, stages=stages
+    )
     return msgspec.structs.replace(
         msgspec.convert(sizes, ModelSpec, from_attributes=True),  # fields of the same name mean the same
         vectors=task is ModelTask.EMBEDDINGS,
         weights_bytes=weights_bytes(folder, on_cpu=config.machine.device == "cpu"),
         public_prefixes=_published(folder, paths, entry.name) if paths else [],
-        context_kv_bytes=context_kv_bytes,
         disk_kv_folder=str(config.kv_folder) if entry.disk_kv_bytes else "",
-        most_ranks=most_ranks,
+        **_cut_sizes(folder, entry),
     )
 
 
-def _cut_sizes(folder: Path, entry: ModelEntryConfig) -> tuple[int, int]:
-    """Bytes of the KV of one context, and the most ranks that a model divides into; (0, 1) where its folder does not
-    say."""
+def _cut_sizes(folder: Path, entry: ModelEntryConfig) -> dict[str, int]:
+    """Fields of a ModelSpec: bytes of the KV of one context, and what says into what the model divides; none where its
+    folder does not say."""
     try:
         document = read_model_config(folder)
         if is_encoder(document):
-            return 0, 1
+            return {}
         geometry, context = geometry_of(document), context_of(document)
         tokens, number_bytes = min(context, entry.context_tokens or context), 1 if entry.kv_dtype == "fp8" else 2
-        return geometry.kv_numbers(tokens) * number_bytes, geometry.most_ranks(document)
+        return {
+            "context_kv_bytes": geometry.kv_numbers(tokens) * number_bytes,
+            "most_ranks": geometry.most_ranks(document),
+            "layers": geometry.layers,
+            "hidden": int(document.get("hidden_size", 0)),
+        }
     except ModelFolderError:
-        return 0, 1
+        return {}
 
 
 def _task(folder: Path, entry: ModelEntryConfig) -> ModelTask:

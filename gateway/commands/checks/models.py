@@ -6,7 +6,8 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget, available_memory_bytes
-from engine.protocol.specs import HOST_MEMORY_SHARE, ranks_on
+from engine.protocol.rank_layout import layout_on
+from engine.protocol.specs import HOST_MEMORY_SHARE
 from gateway.catalogue.catalogue import spec_of
 from gateway.catalogue.report import catalogue_reports, unlike_replicas
 from gateway.commands.access.residencies import machine_reports, replicas_of, residency_text
@@ -80,7 +81,7 @@ def memory(config: Config, entries: Sequence[ModelEntryConfig], budgets: list[De
     sized = [(entry, sizes) for entry in entries if (sizes := sizes_of(config, entry)) is not None]
     rooms = [device.budget_bytes for device in budgets]
     models = [
-        SizedModel(entry, sizes, ranks_on(spec_of(config, replace(entry, public_prefixes=[])), rooms))
+        SizedModel(entry, sizes, layout_on(spec_of(config, replace(entry, public_prefixes=[])), rooms).devices)
         if on_gpus
         else SizedModel(entry, sizes.on_a_cpu)
         for entry, sizes in sized

@@ -13,8 +13,9 @@ from typing import Any, Final
 import msgspec
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
+from engine.protocol.rank_layout import UNKNOWN_LINK, PeerLink, RankLayout, layout_on
 from engine.protocol.reports import InspectionReport
-from engine.protocol.specs import ModelSpec, ranks_on
+from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import folder_of, spec_of
 from gateway.catalogue.model_config import read_json, read_model_config
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
@@ -143,21 +144,32 @@ def _require_fit(
     )
 
 
+def rank_layout(spec: ModelSpec, budgets: list[DeviceBudget], link: PeerLink = UNKNOWN_LINK) -> RankLayout:
+    """How a model is shared out to these devices, whose weakest link that is."""
+    if budgets[0].device == HOST_MEMORY_DEVICE:
+        return RankLayout(spec.gpus or 1, spec.stages or 1)
+    return layout_on(spec, [budget.budget_bytes for budget in budgets], link)
+
+
 def _require_ranks(spec: ModelSpec, budgets: list[DeviceBudget]) -> int:
     """How many devices the model is on at once. Raises UnservableFolder where it cannot be on so many."""
-    ranks = spec.gpus or 1
-    if budgets[0].device != HOST_MEMORY_DEVICE:
-        ranks = ranks_on(spec, [budget.budget_bytes for budget in budgets])
-    if spec.stages > 1 and budgets[0].device != HOST_MEMORY_DEVICE:
-        raise UnservableFolder(f"stages = {spec.stages} is for CPUs", "leave it out, and set gpus")
-    if spec.most_ranks % ranks:
+    layout = rank_layout(spec, budgets)
+    if spec.most_ranks % layout.gpus:
         counts = ", ".join(str(count) for count in range(1, spec.most_ranks + 1) if spec.most_ranks % count == 0)
-        raise UnservableFolder(f"it cannot be cut into {ranks} ranks", f"set gpus to one of {counts}")
+        raise UnservableFolder(f"it cannot be cut into {layout.gpus} ranks", f"set gpus to one of {counts}")
+    if layout.stages > max(1, spec.layers):
+        raise UnservableFolder(
+            f"stages = {layout.stages}, and the model has {spec.layers} layers", "set stages to fewer"
+        )
     if budgets[0].device == HOST_MEMORY_DEVICE:
         return 1  # its ranks share the memory
-    if ranks > len(budgets):
-        raise UnservableFolder(f"gpus = {ranks}, and models may use {len(budgets)} here", "set gpus to fewer")
-    return ranks
+    if layout.devices > len(budgets):
+        stages = f" in {layout.stages} stages" if layout.stages > 1 else ""
+        raise UnservableFolder(
+            f"gpus = {layout.gpus}{stages}, and models may use {len(budgets)} here",
+            "set gpus to fewer" if layout.stages == 1 else "set gpus or stages to fewer",
+        )
+    return layout.devices
 
 
 def _weights_bytes(entry: ModelEntryConfig, inspected: InspectionReport, task: ModelTask, budget: DeviceBudget) -> int:

@@ -18,7 +18,7 @@ from engine.ranks.group import RankLost
 from engine.ranks.watch import RankWatch
 from engine.step.layout import Int32s, SequenceSlice, awaited_token, pack_step
 from tests.engine.execution.test_gpu_runner import interpreted
-from tests.engine.ranks.test_gpu_ranks import ALL, GREEDY, OpenedRanks, life, two
+from tests.engine.ranks.test_gpu_ranks import ALL, GREEDY, life, two
 from tests.support.small_models import BLOCK_TOKENS, reference_model, saved
 
 pytestmark = [
@@ -72,3 +72,124 @@ def test_stages_on_gpus_answer_as_one(folders: dict[str, Path], family: str, gpu
         ranks.group.wait(lambda: bool((board.ended_W[1:] == board.published).all()))
         assert [load.steps for load in ranks.memory.rank_loads()] == [5] * gpus * stages
     same(given, expected)
+
+
+def prompts(rows: int, groups: int) -> list[SequenceSlice]:
+    rng = np.random.default_rng(5)
+    return [
+        SequenceSlice(rng.integers(2, 95, 9 + row).tolist(), 0, [[2 * row, 2 * row + 1]] * groups, SAMPLED)
+        for row in range(rows)
+    ]
+
+
+def decode(tokens: list[int], step: int, groups: int, masked: bool = False) -> list[SequenceSlice]:
+    """A token of each sequence behind what `prompts` have; some have penalties, which name it in their history."""
+    return [
+        SequenceSlice(
+            [token], 9 + row + step, [[2 * row, 2 * row + 1]] * groups, ALL if row % 3 == 0 else SAMPLED,
+            ([1, 2, 3], 1) if row % 3 == 0 else None, masked and row % 2 == 0,
+        )
+        for row, token in enumerate(tokens)
+    ]  # fmt: skip
+
+
+def tokens_of(executor: Any, rows: int, steps: int, masks_MW: Int32s, ahead: bool) -> list[list[int]]:
+    """What steps sample of which one has masks: one by one, or each launched while the one before is in flight."""
+    groups, outputs, before = executor.limits.groups, [], None
+    inflight = executor.launch(pack_step(prompts(rows, groups), BLOCK_TOKENS))
+    for step in range(steps):
+        if not ahead:
+            outputs.append(inflight.wait())
+        known = [awaited_token(row) for row in range(rows)] if ahead else outputs[-1].tokens_R.tolist()
+        before = inflight
+        inflight = executor.launch(pack_step(decode(known, step, groups, masked=step == 2), BLOCK_TOKENS))
+        if ahead:
+            outputs.append(before.wait())
+        if step == 2:
+            executor.sample(inflight, masks_MW)
+    outputs.append(inflight.wait())
+    return [output.tokens_R.tolist() for output in outputs]
+
+
+@pytest.mark.parametrize(("gpus", "stages"), [(1, 2), (2, 2)])
+def test_steps_in_flight_sample_what_steps_one_by_one_do(
+    folders: dict[str, Path], gpus: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 100 tokens in eight micro-batches, more than there are mails; tokens of the step before are named from
+    both halves of the buffer."""
+    rows, steps = 7, 5
+    masks_MW = np.random.default_rng(2).integers(-(2**31), 2**31 - 1, (4, 5), np.int32)
+    monkeypatch.setattr(pipeline_runner, "PARTS_MAX", 8)
+    one = interpreted(folders["llama biases"], context_tokens=256, sequences=8, step_tokens=128)
+    masks_MW = masks_MW[:, : -(-one.executor.limits.vocabulary // 32)]
+    expected = tokens_of(one.executor, rows, steps, masks_MW, ahead=False)
+    one.close()
+    with two(folders["llama biases"], gpus=gpus, stages=stages) as ranks:
+        assert ranks.executor.limits.depth == 2
+        assert tokens_of(ranks.executor, rows, steps, masks_MW, ahead=False) == expected
+        assert tokens_of(ranks.executor, rows, steps, masks_MW, ahead=True) == expected
+    assert len({str(each) for each in expected}) == len(expected)
+
+
+def test_heads_come_as_late_as_may_be_and_bodies_behind_them_one_by_one(folders: dict[str, Path]) -> None:
+    with two(folders["llama biases"], gpus=1, stages=2) as ranks:
+        runner = ranks.executor._local
+        assert isinstance(runner, PipelineRunner)
+        launched: list[str] = []
+        stage, groups = runner._stage, runner.limits.groups
+        body, head = stage.launch, stage.launch_head
+        stage.launch = lambda order, words: (launched.append(f"body {order.rows}"), body(order, words))[1]
+        stage.launch_head = lambda order, *more: (launched.append(f"head {order.sampled_rows}"), head(order, *more))[1]
+        first = ranks.executor.launch(pack_step(decode([5, 6, 7], 0, groups), BLOCK_TOKENS))
+        assert launched == ["body 1", "body 2"]
+        second = ranks.executor.launch(
+            pack_step(decode([awaited_token(row) for row in range(3)], 1, groups), BLOCK_TOKENS)
+        )
+        assert launched[2:] == ["head 1", "body 1", "head 2", "body 2"]
+        first.wait()
+        assert len(launched) == 6
+        second.wait()
+        assert launched[6:] == ["head 1", "head 2"]
+
+
+def test_what_is_copied_and_zeroed_comes_behind_what_was_launched(folders: dict[str, Path]) -> None:
+    with two(folders["llama biases"], gpus=1, stages=2) as ranks:
+        groups, (memory, *_) = ranks.executor.limits.groups, ranks.memory.memories
+        prompt = pack_step([SequenceSlice(list(range(2, 32)), 0, [[0, 1]] * groups, SAMPLED)], BLOCK_TOKENS)
+        follow = [SequenceSlice([5], 30, [table] * groups, SAMPLED) for table in ([0, 1], [4, 5])]
+        inflight = ranks.executor.launch(prompt)
+        memory.copy([0, 1], [4, 5])
+        inflight.wait()
+        first, copied = (ranks.executor.launch(pack_step([each], BLOCK_TOKENS)).wait() for each in follow)
+        assert first.tokens_R.tolist() == copied.tokens_R.tolist()
+        assert first.logprobs == copied.logprobs
+        memory.zero([4, 5])
+        zeroed = ranks.executor.launch(pack_step([follow[1]], BLOCK_TOKENS)).wait()
+        assert zeroed.logprobs != copied.logprobs
+
+
+def test_a_device_is_counted_as_the_fullest_stage_has_it(folders: dict[str, Path]) -> None:
+    with two(folders["llama 3.2 tied"], gpus=1, stages=2) as ranks:
+        ranks.memory.sleep([[]])
+        usage = ranks.memory.usage()
+        assert usage.device_bytes == usage.asleep_bytes
+        ranks.memory.wake([memory.mapped or [0] for memory in ranks.memory.memories], [[]])
+        usage, loads = ranks.memory.usage(), ranks.memory.rank_loads()
+        assert usage.device_bytes >= max(load.device_bytes for load in loads)
+        assert usage.min_bytes <= usage.device_bytes <= usage.max_bytes
+        assert len(loads) == ranks.memory.devices == 2
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_of_any_stage_ends_what_rank_0_waits_for(folders: dict[str, Path], rank: int, number: int) -> None:
+    with two(folders["llama biases"], gpus=2, stages=2) as ranks:
+        watch = RankWatch(ranks.group, WaitEnder(ranks.part.windows).end)
+        groups = ranks.executor.limits.groups
+        packed = pack_step([SequenceSlice([5, 6, 7], 0, [[0]] * groups, GREEDY)], BLOCK_TOKENS)
+        ranks.executor.launch(packed).wait()
+        os.kill(ranks.group.pids[rank - 1], number)
+        reason = f"rank {rank} ended" if number == signal.SIGKILL else "made no progress for 1 s"
+        with ranks.group.patient(1.0), pytest.raises(RankLost, match=reason):
+            ranks.executor.launch(packed).wait()
+        watch.close()

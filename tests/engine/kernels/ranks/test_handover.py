@@ -96,7 +96,9 @@ def test_mails_of_all_sizes_go_round_in_order_however_far_their_sender_is_ahead(
     counts = [one.memory_WB[one.rank, one.first :].view(torch.int64) for one in each]
     sent = sum(-(-rows // 4) for rows in sizes)
     for words in counts:
-        assert [int(words[place.value]) for place in (handover._SENT, handover._TAKEN, handover._RECEIVED)] == 3 * [sent]
+        assert [int(words[place.value]) for place in (handover._SENT, handover._TAKEN, handover._RECEIVED)] == 3 * [
+            sent
+        ]
 
 
 def test_a_stage_that_waits_for_one_that_never_comes_ends_by_the_abort_word() -> None:
@@ -119,10 +121,9 @@ def test_kernels_compile_for_a_gpu_with_counts_that_order_memory_between_devices
 
 def compiled() -> None:
     """Prints how often each kernel raises a count of another rank, and looks for one."""
-    types = dict.fromkeys(
-        ("own", "other", "rows", "first", "mails", "hidden", "part_stride", "window", "data_window", "mail",
-         "data_head"), "i32",
-    ) | {"total": "*fp32", "parts": "*bf16", "behind": "*fp32", "words": "*i64", "data": "*fp32", "epsilon": "fp32"}  # fmt: skip
+    numbers = ("own", "other", "rows", "first", "mails", "hidden", "part_stride", "window", "data_window", "mail")
+    types = {name: "i32" for name in (*numbers, "data_head")} | {"words": "*i64", "parts": "*bf16", "epsilon": "fp32"}
+    types |= {name: "*fp32" for name in ("total", "behind", "data")}
     for kernel, constants in (
         (handover._hand_on, {"behind": None, "P": 2, "BEHIND": False, "BLOCK": 4096}),
         (handover._take_over, {"BLOCK": 4096}),
