@@ -42,9 +42,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     # as much of the device beside, but a 32nd of it at most: what comes from GPUs that reach it takes none of the host
     prefill_replicas: int = 0  # so many of a machine's compute prompts for the others; −1: as many as load wants
     gpus: int = 1  # the model is cut into so many ranks, each a process; on a CPU too. 0: as few as hold it
-    stages: int = (
-        1  # its layers are shared out to so many stages, each of `gpus` ranks. 0: as links between GPUs advise
-    )
+    stages: int = 1  # its layers are shared out to so many stages of `gpus` ranks each. 0: as GPUs' links advise
     public_prefixes: list[list[int]] = []  # token ids, computed at load and cached for good, for everybody to read
     context_kv_bytes: int = 0  # about what the KV of one context takes; 0: not known
     most_ranks: int = 1  # it divides into so many ranks, and into each number that divides that

@@ -71,7 +71,7 @@ def examine(source: SettingsSource) -> Iterator[Finding]:
     usable = gpus.usable_gpus(config.machine.device, installed)
     if usable:
         yield host.kernels(config)
-    yield from host.ranks(entries, usable)
+    yield from host.ranks(config, entries, usable)
     budgets = device_budgets(config.machine.device_bytes, usable)
     yield from models.models(config, entries, budgets)
     yield from models.memory(config, entries, budgets)

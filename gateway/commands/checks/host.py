@@ -14,6 +14,7 @@ from engine.hostinfo import gpus
 from engine.hostinfo.cpu import usable_cores
 from gateway import __version__
 from gateway.commands.checks.finding import Finding, good, note, wrong
+from gateway.commands.model_tools.layout import is_shared_out, layout_text, layouts_on
 from gateway.commands.terminal.output import format_bytes
 from gateway.config import Config, ModelEntryConfig, ServerConfig
 
@@ -62,9 +63,10 @@ def _gpu(gpu: gpus.Gpu) -> Finding:
     return good("gpu", text)
 
 
-def ranks(entries: Sequence[ModelEntryConfig], usable: list[gpus.Gpu]) -> Iterator[Finding]:
-    """Whether the GPUs are such that a model can be cut for several; nothing where no model is, or there is one GPU."""
-    cut = [entry.name for entry in entries if entry.gpus != 1]
+def ranks(config: Config, entries: Sequence[ModelEntryConfig], usable: list[gpus.Gpu]) -> Iterator[Finding]:
+    """Whether the GPUs are such that a model can be on several, and how it is; nothing where no model is, or there is
+    one GPU."""
+    cut = [entry.name for entry in entries if is_shared_out(entry)]
     if not cut or len(usable) < 2:
         return
     wanted = f"{', '.join(cut)} {'are' if len(cut) > 1 else 'is'} for several"
@@ -83,7 +85,10 @@ def ranks(entries: Sequence[ModelEntryConfig], usable: list[gpus.Gpu]) -> Iterat
         )
         yield wrong("ranks", f"GPUs {', '.join(apart)} do not reach each other's memory: {wanted}", advice)
     if slow:
-        advice = "a model cut for them waits for PCI Express in each layer: one GPU with more memory may be faster"
+        advice = (
+            'ranks wait for PCI Express in each layer, stages once: set `stages = "auto"` with `gpus = "auto"`, or '
+            "use one GPU with more memory"
+        )
         yield note("ranks", f"GPUs {', '.join(slow)} have no NVLink between them: {wanted}", advice)
     if weak:
         advice = "all ranks wait for the slowest pair: `nvidia-smi nvlink -s` says which links are down"
@@ -92,6 +97,9 @@ def ranks(entries: Sequence[ModelEntryConfig], usable: list[gpus.Gpu]) -> Iterat
         )
     if pairs and not apart and not slow and not weak:
         yield good("ranks", f"{len(usable)} GPUs reach each other over NVLink{_rate(pairs[0])}")
+    for entry, layout in layouts_on(config, entries, usable):
+        if layout.reason:  # else its settings say how
+            yield good("ranks", f"{entry.name}: {layout_text(layout)}")
 
 
 def _rate(pair: gpus.GpuPair) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
-from engine.protocol.rank_layout import UNKNOWN_LINK, PeerLink, RankLayout, layout_on
+from engine.protocol.rank_layout import RankLayout, layout_on
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import folder_of, spec_of
@@ -144,16 +144,11 @@ def _require_fit(
     )
 
 
-def rank_layout(spec: ModelSpec, budgets: list[DeviceBudget], link: PeerLink = UNKNOWN_LINK) -> RankLayout:
-    """How a model is shared out to these devices, whose weakest link that is."""
-    if budgets[0].device == HOST_MEMORY_DEVICE:
-        return RankLayout(spec.gpus or 1, spec.stages or 1)
-    return layout_on(spec, [budget.budget_bytes for budget in budgets], link)
-
-
 def _require_ranks(spec: ModelSpec, budgets: list[DeviceBudget]) -> int:
     """How many devices the model is on at once. Raises UnservableFolder where it cannot be on so many."""
-    layout = rank_layout(spec, budgets)
+    layout = RankLayout(spec.gpus or 1, spec.stages or 1)
+    if budgets[0].device != HOST_MEMORY_DEVICE:  # links say how, and not on how many
+        layout = layout_on(spec, [budget.budget_bytes for budget in budgets])
     if spec.most_ranks % layout.gpus:
         counts = ", ".join(str(count) for count in range(1, spec.most_ranks + 1) if spec.most_ranks % count == 0)
         raise UnservableFolder(f"it cannot be cut into {layout.gpus} ranks", f"set gpus to one of {counts}")
