@@ -58,6 +58,7 @@ ONLY_IN: Final = {
             "engine.replica.server",
         ),
         "engine.ranks",
+        "engine.pipeline",
     ),
     "triton": ("engine.kernels",),
     "starlette": (

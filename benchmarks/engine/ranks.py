@@ -1,11 +1,11 @@
 """One model on several GPUs of a host: exchanges beside NCCL, steps, first tokens and wakes, all rows in one call.
 
-    python -m benchmarks.engine.ranks [--gpus 2] [--part exchange|engine|large|mixture|wake]
+    python -m benchmarks.engine.ranks [--gpus 2] [--part exchange|engine|large|mixture|wake|stages]
 
 Each part is a process of its own, since ranks are forked before a driver is touched. Rows are called tp2-…, for as many
-GPUs as there are; Llama-3.1-8B's geometry with random weights, Qwen3-32B's beside the same on one GPU (large), and
-Llama 4 Scout's text (mixture, scout-…). `bound` is what issue and arithmetic allow, the peer's figures are vLLM
-0.24.0's on the same kind of machine.
+GPUs as there are, and pp2-… where they are stages; Llama-3.1-8B's geometry with random weights, Qwen3-32B's beside the
+same on one GPU (large), and Llama 4 Scout's text (mixture, scout-…). `bound` is what issue and arithmetic allow, the
+peer's figures are vLLM 0.24.0's on the same kind of machine.
 """
 
 import argparse
@@ -29,6 +29,9 @@ from engine.bench.geometries import write_folder
 from engine.bench.session import BenchEngine
 from engine.execution.open import inference_mode
 from engine.protocol.specs import ModelSpec
+from engine.protocol.types import SamplingParams
+from engine.step.executor import InflightStep
+from engine.step.layout import SequenceSlice, awaited_token, pack_step
 
 HIDDEN: Final = 4096
 EPSILON: Final = 1e-5
@@ -53,6 +56,10 @@ MIXTURE: Final[dict[str, tuple[str, str, Callable[[float], float], float, str | 
     "ttft-1024": ("scout-ttft-1024", "ms", float, 45.0, "vLLM 110"),
     "ttft-8192": ("scout-prefill-8192", "tok/s", lambda ms: 8192e3 / ms, 33000.0, "vLLM 24,300"),
 }  # fmt: skip
+STAGED_SHAPES: Final = ("decode-64", "decode-256", "ttft-8192")
+BUBBLE_BOUND: Final = 0.05  # of the stages' time, at twice as many micro-batches as stages
+BUBBLE_ROWS: Final = 1024  # decoded at once: four micro-batches of two stages
+BUBBLE_STEPS: Final = 20
 WAKE_BOUND_S: Final = 0.22
 MODEL: Final = "llama-3.1-8b"
 
@@ -60,7 +67,7 @@ MODEL: Final = "llama-3.1-8b"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--part", choices=("exchange", "engine", "large", "mixture", "wake"))
+    parser.add_argument("--part", choices=("exchange", "engine", "large", "mixture", "wake", "stages"))
     options = parser.parse_args()
     parts: dict[str, Callable[[int], None]] = {
         "exchange": measure_exchanges,
@@ -68,6 +75,7 @@ def main() -> None:
         "large": measure_large,
         "mixture": measure_mixture,
         "wake": measure_wake,
+        "stages": measure_stages,
     }
     if options.part:
         parts[options.part](options.gpus)
@@ -199,16 +207,74 @@ def measure_mixture(gpus: int) -> None:
         record("ranks", name, round(figure(row["value"]), 2), unit, bound=bound, peer=peer)
 
 
-def _benched(model: str, gpus: int, shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
+def _benched(model: str, gpus: int, shapes: Iterable[str], stages: int = 1) -> dict[str, dict[str, Any]]:
     """The rows of the engine's own shapes, as `python -m engine.bench` measures them."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "engine.bench", "--model", model, "--gpus", str(gpus), "--verbose"]
+        command = [sys.executable, "-m", "engine.bench", "--model", model, "--gpus", str(gpus)]
+        command += ["--stages", str(stages), "--verbose"]
         subprocess.run([*command, "--shapes", ",".join(shapes), "--json", str(rows)], check=True)
         return {
             row["shape"].removeprefix(f"{model}-").removeprefix(f"{model} "): row
             for row in json.loads(rows.read_text())
         }
+
+
+def measure_stages(gpus: int) -> None:
+    """The engine's own shapes with as many stages as GPUs, and how much of the time a stage waits."""
+    for shape, row in _benched(MODEL, 1, STAGED_SHAPES, stages=gpus).items():
+        record("ranks", f"pp{gpus}-{shape}", row["value"], row["unit"])
+    with tempfile.TemporaryDirectory() as folder:
+        spec = ModelSpec(
+            name=MODEL, folder=str(write_folder(MODEL, Path(folder) / MODEL)), random_weights=True,
+            context_tokens=1024, sequences=BUBBLE_ROWS, stages=gpus,
+        )  # fmt: skip
+        with inference_mode(), BenchEngine(spec, "cuda") as engine:
+            engine.prepare()
+            share = _bubble_share(engine)
+    record("ranks", f"pp{gpus}-bubbles", round(share, 4), "of the time of a stage", bound=BUBBLE_BOUND)
+
+
+def _bubble_share(engine: BenchEngine) -> float:
+    """Which part of its time the first stage waits in steps of decodes that are launched one ahead: its busy time is
+    that of its kernels but those that wait for what comes back, whose least is what they take by themselves."""
+    executor = engine.model.executor
+    rows, groups = BUBBLE_ROWS, executor.limits.groups
+
+    def step(position: int, token: int | None) -> InflightStep:
+        slices = [
+            SequenceSlice(
+                [awaited_token(row) if token is None else token], position, [[2 * row, 2 * row + 1]] * groups,
+                SamplingParams(),
+            )
+            for row in range(rows)
+        ]  # fmt: skip
+        return executor.launch(pack_step(slices, engine.spec.block_tokens))
+
+    inflight = [step(0, 1)]
+    for position in range(1, 5):
+        inflight.append(step(position, None))
+        inflight.pop(0).wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for position in range(5, 5 + BUBBLE_STEPS):
+            inflight.append(step(position, None))
+            inflight.pop(0).wait()
+        inflight.pop(0).wait()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    waits = [end - start for start, end, name in kernels if "_take_over" in name or "_hand_on" in name]
+    least_us = min(waits)
+    whole_us = kernels[-1][1] - kernels[0][0]
+    busy_us, until = 0.0, 0.0
+    for start, end, name in kernels:
+        if "_take_over" in name or "_hand_on" in name:
+            end = start + least_us
+        busy_us += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1 - busy_us / whole_us
 
 
 def measure_wake(gpus: int) -> None:

@@ -53,6 +53,7 @@ def main(arguments: list[str]) -> int:
         model = ModelSpec(
             name=options.model, folder=str(place), random_weights=options.model in GEOMETRIES,
             context_tokens=options.context, kv_dtype=options.kv_dtype, sequences=options.sequences, gpus=options.gpus,
+            stages=options.stages,
         )  # fmt: skip
         bound = RooflineBound.of(read_decoder_config(place))
         rows: list[dict[str, Any]] = []
@@ -85,6 +86,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=None, help="tokens (default: 20480, or the model's if less)")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8"))
     parser.add_argument("--gpus", type=int, default=1, help="that the model is cut for (default: 1)")
+    parser.add_argument("--stages", type=int, default=1, help="that share out its layers, each of --gpus (default: 1)")
     parser.add_argument("--sequences", type=int, default=None, help="running at once (default: the engine's)")
     parser.add_argument("--small", action="store_true", help="shapes scaled down, to try the machinery")
     parser.add_argument("--json", help="file that the rows are added to, in place of older ones of the same shape")

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.execution.artifacts import kernels_folder
 from engine.execution.gpu_memory import GpuMemory, StepLimits, open_gpu_memory
 from engine.execution.gpu_runner import GpuRunner
-from engine.execution.gpu_trial import TrialSteps
+from engine.execution.gpu_trial import TrialRunner, TrialSteps
 from engine.execution.memory_plan import DoesNotFit
 from engine.kernels.compile_cache import share_kernel_cache
 from engine.kernels.ranks.exchange import RankWindows
@@ -21,9 +21,7 @@ from engine.memory.virtual_memory import Arena
 from engine.models.config import ModelConfig
 from engine.models.decoders import DecoderParameters
 from engine.protocol.specs import ModelSpec
-from engine.step.cost_model import CostModel
 from engine.step.executor import DecoderExecutor, DecoderMemory
-from engine.step.layout import Int32s
 from engine.step.order import StepAnnouncer
 from engine.weights.device_buffer import WeightBuffer
 from engine.weights.source import ShardSource, WeightSource
@@ -70,10 +68,8 @@ class RankPart(Protocol):
         ...
 
 
-class DecoderRunner(DecoderExecutor, Protocol):
+class DecoderRunner(DecoderExecutor, TrialRunner, Protocol):
     """What runs a decoder's steps on GPUs, as those who open it see it."""
-
-    costs: CostModel | None
 
     @property
     def max_graphs(self) -> int: ...
@@ -81,8 +77,6 @@ class DecoderRunner(DecoderExecutor, Protocol):
     def capture_hot(self, beat: Callable[[], None]) -> None: ...
 
     def capture_first(self) -> None: ...
-
-    def launch_ms(self, packed: Int32s, launches: int) -> float: ...
 
     def close(self) -> None: ...
 

@@ -25,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from engine.host.devices import open_devices, peer_link
+from engine.host.devices import layout_of, open_devices
 from engine.host.launchers import open_launcher
 from engine.host.model_source import ModelSource
 from engine.host.paths import AgentStartError, lock_folder, open_listener, replica_place
@@ -45,13 +45,11 @@ from engine.log import log, log_uncaught
 from engine.process.companion import CompanionProcess
 from engine.protocol.connection import PeerChannel, remove_socket
 from engine.protocol.frames import PROTOCOL_VERSION, DrainMachine, Frame, MachineState, ModelDemand, encode_frame
-from engine.protocol.rank_layout import UNKNOWN_LINK, RankLayout, layout_on
 from engine.protocol.specs import MachineSpec, ModelSpec
 
 _CONNECTIONS_MAX: Final = 256
 _TURN_S: Final = 0.005  # the shortest time between two decisions: busy replicas report their load more often than that
 _STARTING_S: Final = 0.02  # between two looks at the zygote, or at the heartbeat of one that is to serve any moment
-_UNKNOWN_BYTES: Final = 1 << 60  # of a GPU whose size nobody knows: a model is given one, and says what it lacks
 BEAT_S: Final = 0.5  # a MachineState comes that often, changed or not: silence tells that the host is gone
 _PUBLISH_S: Final = 0.1  # the shortest time between two MachineStates where no replica came, went or began to
 
@@ -102,11 +100,7 @@ class HostAgent:
         heartbeat = Path(self._spec.folder) / f"{name}.pulse"
         supervisor = ReplicaSupervisor(model.name, address, heartbeat, self._timeouts, self._launcher, self._selector)
         peer = ReplicaPeer(self._selector, address, self._timeouts.connect_s)
-        budgets = [device.budget.max_bytes if device.total_bytes else _UNKNOWN_BYTES for device in self._devices]
-        layout = RankLayout(max(1, model.gpus), max(1, model.stages))
-        if not self._on_cpu:
-            link = UNKNOWN_LINK if model.stages else peer_link(self._devices)
-            layout = layout_on(model, budgets, link)
+        layout = layout_of(model, self._devices)
         return ReplicaHandle(name, model, supervisor, peer, self._timeouts, self._on_cpu, layout)
 
     @property

@@ -8,9 +8,10 @@ from typing import Final
 from engine.host.paths import AgentStartError, kernel_cache
 from engine.hostinfo import cpu, gpus
 from engine.hostinfo.memory import HostDevice, cpu_device, gpu_devices
-from engine.protocol.rank_layout import PeerLink
-from engine.protocol.specs import MachineSpec
+from engine.protocol.rank_layout import UNKNOWN_LINK, PeerLink, RankLayout, layout_on
+from engine.protocol.specs import MachineSpec, ModelSpec
 
+_UNKNOWN_BYTES: Final = 1 << 60  # of a GPU whose size nobody knows: a model is given one, and says what it lacks
 # oneDNN compiles its kernels for each count of rows and keeps 1,024 of them, some hundred megabytes; so does PyTorch's
 # own cache of them, which the second name bounds. Making one anew takes no longer than can be measured.
 _CPU_ENVIRONMENT: Final = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
@@ -30,8 +31,17 @@ def open_devices(spec: MachineSpec, scratch: contextlib.ExitStack) -> list[HostD
     return gpu_devices(spec, chosen, {gpus.KERNEL_CACHE_VARIABLE: kernel_cache(spec, scratch)})
 
 
-def peer_link(devices: Sequence[HostDevice]) -> PeerLink:
-    """The weakest link between these GPUs. It asks the driver, which takes some 10 ms."""
+def layout_of(model: ModelSpec, devices: Sequence[HostDevice]) -> RankLayout:
+    """How a model is shared out to these devices. Where its spec leaves stages open it asks the driver what links the
+    GPUs, which takes some 10 ms."""
+    if not devices[0].name:  # a CPU
+        return RankLayout(max(1, model.gpus), max(1, model.stages))
+    budgets = [device.budget.max_bytes if device.total_bytes else _UNKNOWN_BYTES for device in devices]
+    return layout_on(model, budgets, UNKNOWN_LINK if model.stages else _peer_link(devices))
+
+
+def _peer_link(devices: Sequence[HostDevice]) -> PeerLink:
+    """The weakest between these GPUs."""
     names = {device.name for device in devices}
     indices = [gpu.index for gpu in gpus.installed_gpus() if {str(gpu.index), gpu.uuid} & names]
     return gpus.weakest_link(gpus.gpu_pairs(indices))

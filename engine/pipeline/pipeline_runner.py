@@ -102,6 +102,7 @@ class PipelineRunner:
             embedding_rows=len(memory.buffers.embeddings_EH),
         )  # fmt: skip
         self.costs: CostModel | None = None
+        self.close = stage.close
         self._stage, self._memory, self._stages, self._whole = stage, memory, stages, whole
         self._part_rows = micro_limits.rows
         self._mails, self._mail_rows = mails
@@ -193,10 +194,6 @@ class PipelineRunner:
         """Begins the layers of all that was launched: what is queued or said next comes behind them."""
         self._advance()
         assert not self._queued, "layers that wait for masks"
-
-    def close(self) -> None:
-        """Gives the graphs back when the launched steps are done. It may be called again."""
-        self._stage.close()
 
     def launch_ms(self, packed: Int32s, launches: int) -> float:
         """Returns the median of so many launches, one behind the other, after one that does not count: each

@@ -36,10 +36,10 @@ class StageShare:
 
 
 def stage_shares(model: ModelSpec, source: WeightSource, rank: int = 0) -> list[StageShare]:
-    """The stages' shares, of the rank of this number in each. Raises CannotShard."""
+    """The stages' shares, of the rank of this number in each; one of all layers without stages. Raises CannotShard."""
     whole, shares = source.config.layers, []
     for layers in stage_layers(source.config, model.stages):
-        own: ShardSource | WeightSource = source.stage(layers)
+        own: ShardSource | WeightSource = source.stage(layers) if model.stages > 1 else source
         config = shard_config(own.config, model.gpus) if model.gpus > 1 else own.config
         if model.gpus > 1 and isinstance(own, WeightSource):
             own = own.cut(RankShard(rank, model.gpus), cut_embedding=True)

@@ -46,7 +46,7 @@ def follow_on_gpu(
             with opened.memory.stream.entered():
                 opened.memory.workspace.grow(said[0])
             graph_rows = GRAPH_ROWS_MAX if device.type == "cuda" else 0
-            return opened.runner(graph_rows) if part.stages is None else part.stage_runner(opened, graph_rows)
+            return opened.runner(graph_rows) if part.stages is None else part.stages.runner(opened, graph_rows)
 
         runner = follower.read(CommandKind.OPEN, begin)
         resources.callback(runner.close)

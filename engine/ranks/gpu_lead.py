@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.execution.gpu_memory import GpuMemory
-from engine.kernels.ranks.handover import MAIL_BYTES
 from engine.memory.symmetric import window_driver
 from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.pipeline.stage_plan import PoolSizes, StageRoom, pool_sizes, stage_shares
@@ -19,10 +18,9 @@ from engine.ranks.gpu_part import (
     RankFacts,
     facts_of,
     open_part,
-    rank_share,
     require_alike,
     require_room,
-    window_parts,
+    window_bytes,
 )
 from engine.ranks.leader import RankCommands, RankedMemory, StageBytes
 from engine.ranks.software import software_of
@@ -38,10 +36,9 @@ def lead_part(
     facts = [facts_of(0, count, source.device)]
     facts += [msgspec.convert(channel.receive(group.wait)[0], RankFacts) for channel in ranks.channels]
     require_alike(model.name, facts)
-    shares = stage_shares(model, source) if model.stages > 1 else [rank_share(model, source, 0)]
+    shares = stage_shares(model, source)
     weights = [share.source.bytes for share in shares for _ in range(model.gpus)]
-    own_bytes, mails = window_parts(model, source.config.hidden)
-    require_room(model.name, facts, weights, own_bytes + mails * MAIL_BYTES)
+    require_room(model.name, facts, weights, window_bytes(model, source.config.hidden))
     arena_bytes = min(each.total_bytes for each in facts)
     dtype, software = str(source.dtype).removeprefix("torch."), software_of(source.device)
     sizes: PoolSizes = ()

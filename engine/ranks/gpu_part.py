@@ -10,27 +10,22 @@ import torch
 from torch import Tensor
 
 from engine.execution.device_select import device_facts
-from engine.execution.gpu_memory import SEQUENCES, GpuMemory, StepLimits
-from engine.execution.gpu_model import GpuModel
+from engine.execution.gpu_memory import GpuMemory, StepLimits
+from engine.execution.gpu_model import DecoderRunner, GpuModel
 from engine.execution.memory_plan import DoesNotFit
 from engine.kernels.ranks.exchange import HEAD_BYTES, RankWindows, gather_columns
-from engine.kernels.ranks.handover import MAIL_BYTES, StageWindows, mails_bytes
 from engine.layers.rank_shard import RankShard
 from engine.memory.streams import DeviceStream
 from engine.memory.symmetric import SwapDescriptors, share_windows, window_driver
 from engine.models.decoders import DecoderParameters
-from engine.pipeline.pipeline_runner import KEPT_STEPS, PARTS_MAX, PipelineRunner, micro_batch_limits
-from engine.pipeline.stage_plan import PoolSizes, StageRoom, StageShare, stage_shares
-from engine.pipeline.stage_runner import StageRunner
-from engine.pipeline.word_slots import SLOTS_MAX
+from engine.pipeline.stage_part import KEPT_STEPS, Lead, StagePart, bytes_of_mails, mails_of
+from engine.pipeline.stage_plan import PoolSizes, StageRoom, stage_shares
 from engine.protocol.specs import ModelSpec
-from engine.ranks.cpu_part import share_of
 from engine.step.executor import DecoderMemory
 from engine.step.order import StepAnnouncer
 from engine.weights.source import ShardSource, WeightSource
 
 WINDOW_BYTES: Final = 48 << 20  # of each rank, asleep too
-_MAILS_MIN: Final = 16
 BeginFollowing = Callable[[GpuMemory, Sequence[int]], DecoderMemory]
 
 
@@ -99,23 +94,6 @@ class GpuExchange:
         return gather_columns(self._windows, own_TN, self._firsts_W1, self._firsts)
 
 
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """Which of so many stages a rank is of, and the windows of all ranks as it sees them."""
-
-    number: int
-    count: int
-    windows: StageWindows
-
-    @property
-    def is_first(self) -> bool:
-        return self.number == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.number == self.count - 1
-
-
 @dataclass(slots=True)
 class GpuRankPart:
     """A RankPart of engine/execution/gpu_model.py.
@@ -130,12 +108,12 @@ class GpuRankPart:
     exchange: GpuExchange
     windows: RankWindows
     arena_bytes: int
-    stages: StagePlace | None = None
+    stages: StagePart | None = None
     sizes: PoolSizes = ()
     rooms: Sequence[StageRoom] = ()
     announcer: StepAnnouncer | None = None
     begin_following: BeginFollowing | None = None
-    lead: Callable[[PipelineRunner], None] = lambda runner: None
+    lead: Lead = lambda runner: None
 
     @property
     def kept_steps(self) -> int:
@@ -144,7 +122,8 @@ class GpuRankPart:
     def launch_limits(self, limits: StepLimits, context_tokens: int) -> StepLimits:
         if self.stages is None:
             return limits
-        return micro_batch_limits(limits, context_tokens, self.model.block_tokens, len(self.source.config.kv_groups))
+        groups = len(self.source.config.kv_groups)
+        return self.stages.launch_limits(self.model, limits, context_tokens, groups)
 
     def load_parameters(self, beat: Callable[[], None], into: dict[str, Tensor]) -> DecoderParameters:
         if isinstance(self.source, WeightSource):
@@ -159,72 +138,40 @@ class GpuRankPart:
         assert self.begin_following is not None
         return self.begin_following(memory, segments)
 
-    def stage_runner(self, opened: GpuModel, graph_rows: int) -> StageRunner:
-        """What launches this rank's part of micro-batches."""
-        stages = self.stages
-        assert stages is not None
-        return StageRunner(
-            opened.config, opened.parameters, opened.memory, opened.launch_limits, graph_rows, stages.windows,
-            (stages.is_first, stages.is_last), self.announcer,
-        )  # fmt: skip
-
-    def pipeline(self, opened: GpuModel, graph_rows: int) -> PipelineRunner | None:
+    def pipeline(self, opened: GpuModel, graph_rows: int) -> DecoderRunner | None:
         if self.stages is None:
             return None
-        announcer, stages, hidden = self.announcer, self.stages, opened.config.hidden
-        assert announcer is not None
-        stage = self.stage_runner(opened, graph_rows)
-        runner = PipelineRunner(
-            opened.config, stage, opened.memory, (opened.step_limits, opened.launch_limits), opened.context_tokens,
-            stages.count, (stages.windows.mails, stages.windows.rows_of(hidden)), announcer,
-            whole=graph_rows == 0 and opened.memory.stream.queues,
-        )  # fmt: skip
-        self.lead(runner)
-        return runner
-
-
-def rank_share(model: ModelSpec, source: WeightSource, rank: int) -> StageShare:
-    """What a rank has. Raises CannotShard."""
-    stage, number = divmod(rank, model.gpus)
-    if model.stages > 1:
-        return stage_shares(model, source, number)[stage]
-    return StageShare(source.cut(RankShard(number, model.gpus), cut_embedding=True), share_of(model, model.gpus), ())
+        assert self.announcer is not None
+        return self.stages.pipeline(opened, graph_rows, self.announcer, self.lead)
 
 
 def open_part(
     model: ModelSpec, source: WeightSource, rank: int, arena_bytes: int, swap: SwapDescriptors, sizes: PoolSizes = ()
 ) -> GpuRankPart:
     """Cuts the source and shares windows with the other ranks, which do so at the same time. `sizes` are those of the
-    stages' pools. Raises CannotShard, OutOfDeviceMemory, and what `swap` raises."""
-    share, hidden = rank_share(model, source, rank), source.config.hidden
-    ranks, own_bytes, mails = model.gpus * model.stages, *window_parts(model, hidden)
-    more_bytes = mails_bytes(mails) if mails else 0
-    all_WB = share_windows(window_driver(source.device), own_bytes + more_bytes, rank, ranks, swap)
-    stage, number = divmod(rank, model.gpus)
-    own_WB = all_WB[stage * model.gpus : (stage + 1) * model.gpus]
-    windows = RankWindows(own_WB, number, own_WB.shape[1] - own_bytes if mails else 0)
+    stages' pools. Raises CannotShard, DoesNotFit, OutOfDeviceMemory, and what `swap` raises."""
+    gpus, (stage, number) = model.gpus, divmod(rank, model.gpus)
+    share, mails = stage_shares(model, source, number)[stage], mails_of(model, source.config.hidden)
+    size = window_bytes(model, source.config.hidden)
+    all_WB = share_windows(window_driver(source.device), size, rank, gpus * model.stages, swap)
+    own_WB = all_WB[stage * gpus : (stage + 1) * gpus]
+    windows = RankWindows(own_WB, number, own_WB.shape[1] - sums_bytes(model))
     part = GpuRankPart(
         share.model, share.source, GpuExchange(windows, source.config.vocabulary), windows, arena_bytes, sizes=sizes
     )
     if mails:
-        following, previous = ((rank + step) % ranks for step in (model.gpus, -model.gpus))
-        part.stages = StagePlace(stage, model.stages, StageWindows(all_WB, rank, following, previous, own_bytes, mails))
+        part.stages = StagePart.of(model, all_WB, rank, sums_bytes(model), mails)
     return part
 
 
-def window_parts(model: ModelSpec, hidden: int) -> tuple[int, int]:
-    """The bytes of a rank's window that the ranks of its stage exchange sums in, and how many mails it has behind
-    them: all rows that a step may sample are on their way at once, and some of each of its micro-batches."""
-    if model.stages == 1:
-        return WINDOW_BYTES, 0
-    rows = MAIL_BYTES // (4 * hidden)
-    mails = max(_MAILS_MIN, PARTS_MAX + -(-(model.sequences or SEQUENCES) // max(1, rows)))
-    if not rows or mails >= SLOTS_MAX:
-        raise DoesNotFit(
-            f"{model.name}: stages = {model.stages} and {model.sequences or SEQUENCES} sequences of {hidden} numbers "
-            "each take too many mails between stages: set sequences to less"
-        )
-    return (WINDOW_BYTES if model.gpus > 1 else HEAD_BYTES), mails
+def sums_bytes(model: ModelSpec) -> int:
+    """What the ranks of a stage exchange sums in, of each window."""
+    return WINDOW_BYTES if model.gpus > 1 else HEAD_BYTES
+
+
+def window_bytes(model: ModelSpec, hidden: int) -> int:
+    """What each rank's window takes, mails between stages included. Raises DoesNotFit."""
+    return sums_bytes(model) + bytes_of_mails(mails_of(model, hidden))
 
 
 class WaitEnder:

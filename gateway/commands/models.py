@@ -11,7 +11,6 @@ from gateway.catalogue.report import CatalogueReport, catalogue_reports
 from gateway.commands.access.residencies import machine_reports, replicas_of, residency_text
 from gateway.commands.model_tools import add, compress, import_gguf, warm
 from gateway.commands.model_tools.documents import memory_json, memory_reports, model_json, notes_of, replicas_json
-from gateway.commands.model_tools.layout import layout_here
 from gateway.commands.model_tools.progress import LIVE, leaving_models, liveness
 from gateway.commands.model_tools.registration import find_entry
 from gateway.commands.model_tools.shared_progress import add_hosts, hosts_text
@@ -85,7 +84,6 @@ def show(name: add.Name, /, *, json: Json = False, source: Source) -> int:
     name, machines = entry.name, machine_reports(config)
     document = model_json(config, entry)
     document |= {
-        "ranks": layout_here(config, entry),
         "replicas": replicas_json(name, machines),
         "running": [memory_json(report) for report in memory_reports(config, name)],
     }

@@ -14,6 +14,7 @@ from gateway.catalogue.catalogue import folder_of, price_of
 from gateway.catalogue.model_config import read_model_config
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
 from gateway.commands.access.residencies import replicas_of
+from gateway.commands.model_tools.layout import layout_here
 from gateway.commands.model_tools.size import ModelSizes, sizes_of
 from gateway.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
@@ -92,6 +93,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
         "folder": str(folder),
         "aliases": list(entry.aliases),
         "replicas": entry.replicas,
+        "ranks": layout_here(config, entry),
         "neurons_per_million_tokens": {name: getattr(price, name) for name in ("input", "cached_input", "output")},
         "problem": "",
     }

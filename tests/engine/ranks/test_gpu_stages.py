@@ -171,10 +171,13 @@ def test_what_is_copied_and_zeroed_comes_behind_what_was_launched(small: Path) -
 
 def test_a_device_is_counted_as_the_fullest_stage_has_it(small: Path) -> None:
     with two(small, gpus=1, stages=2) as ranks:
-        ranks.memory.sleep([[]])
+        memories = ranks.memory.memories
+        mapped, nothing = [memory.mapped for memory in memories], [[] for _ in memories]
+        fall_asleep = ranks.memory.sleep
+        fall_asleep(nothing)
         usage = ranks.memory.usage()
         assert usage.device_bytes == usage.asleep_bytes
-        ranks.memory.wake([memory.mapped or [0] for memory in ranks.memory.memories], [[]])
+        ranks.memory.wake(mapped, nothing)
         usage, loads = ranks.memory.usage(), ranks.memory.rank_loads()
         assert usage.device_bytes >= max(load.device_bytes for load in loads)
         assert usage.min_bytes <= usage.device_bytes <= usage.max_bytes

@@ -1,4 +1,5 @@
-"""A model of two GPUs beside the same one of one: it answers as that does, sleeps, wakes, and ends with a lost rank.
+"""A model of two GPUs, in ranks or in stages, beside the same one of one: it answers as that does, sleeps, wakes, and
+ends with a lost rank.
 Each life is a program of its own, since ranks are forked before a driver is touched."""
 
 import json
@@ -10,6 +11,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -38,18 +40,25 @@ def said(function: str, *arguments: object) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def opened(folder: str, gpus: int) -> tuple[LoadedModel, Ranks | None]:
-    model = spec(Path(folder), gpus=gpus, context_tokens=256, sequences=8, step_tokens=128, dtype="float32")
+def opened(folder: str, gpus: int, stages: int) -> tuple[LoadedModel, Ranks | None]:
+    sizes = {"context_tokens": 256, "sequences": 8, "step_tokens": 128}
+    model = spec(Path(folder), gpus=gpus, stages=stages, dtype="float32", **sizes)
     ranks = fork_ranks(model, "cuda", None)
     if ranks is None:
         return open_model(model, "cuda", None, lambda: None), None
     return open_ranked_model(model, ranks, None, lambda: None), ranks
 
 
-def answers(folder: str, gpus: int) -> None:
-    """Prints tokens and log probabilities of all steps."""
-    with inference_mode():
-        model, _ = opened(folder, gpus)
+def answers(folder: str, gpus: int, stages: int, rows_min: int = 16) -> None:
+    """Prints tokens and log probabilities of all steps, of which micro-batches have so many rows at least."""
+    from engine.pipeline import pipeline_runner
+
+    with (
+        patch.object(pipeline_runner, "ROWS_MIN", rows_min),
+        patch.object(pipeline_runner, "FULL_ROWS", 4 * rows_min),
+        inference_mode(),
+    ):
+        model, _ = opened(folder, gpus, stages)
         from tests.engine.ranks.test_gpu_ranks import life  # behind the fork: it asks for a GPU
 
         with closing(model):
@@ -60,10 +69,10 @@ def answers(folder: str, gpus: int) -> None:
     print(json.dumps([[each.tokens_R.tolist(), each.logprobs] for life in outputs for each in life]))
 
 
-def loses(folder: str, number: int) -> None:
+def loses(folder: str, gpus: int, stages: int, number: int) -> None:
     """Prints how long it took until a lost rank was noticed, and why the model ended."""
     with inference_mode():
-        model, ranks = opened(folder, 2)
+        model, ranks = opened(folder, gpus, stages)
         assert ranks is not None
         packed = pack_step([SequenceSlice(list(range(2, 30)), 0, [[0, 1]], SamplingParams())], BLOCK_TOKENS)
         for _ in range(20):
@@ -83,9 +92,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(saved(reference_model("llama biases"), tmp_path_factory.mktemp("model")))
 
 
-def test_two_gpus_answer_as_one_without_and_with_graphs(folder: str) -> None:
+@pytest.fixture(scope="module")
+def alone(folder: str) -> Any:
+    return said("answers", folder, 1, 1)
+
+
+@pytest.mark.parametrize(("gpus", "stages", "rows_min"), [(2, 1, 16), (1, 2, 16), (1, 2, 1)])
+def test_two_gpus_answer_as_one_without_and_with_graphs(
+    folder: str, alone: Any, gpus: int, stages: int, rows_min: int
+) -> None:
     for (tokens, logprobs), (expected, others) in zip(
-        said("answers", folder, 2), said("answers", folder, 1), strict=True
+        said("answers", folder, gpus, stages, rows_min), alone, strict=True
     ):
         assert tokens == expected
         for row, (logprob, ids, best) in others.items():
@@ -94,8 +111,17 @@ def test_two_gpus_answer_as_one_without_and_with_graphs(folder: str) -> None:
             np.testing.assert_allclose(logprobs[row][2], best, atol=1e-3)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_four_gpus_in_two_stages_of_two_ranks_answer_as_one(folder: str, alone: Any) -> None:
+    given = said("answers", folder, 2, 2, 1)
+    assert [tokens for tokens, _ in given] == [tokens for tokens, _ in alone]
+
+
+@pytest.mark.parametrize(("gpus", "stages"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize(("number", "within_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)])
-def test_a_lost_rank_is_noticed_while_rank_0_waits_for_its_device(folder: str, number: int, within_s: float) -> None:
-    took_s, reason = said("loses", folder, int(number))
+def test_a_lost_rank_is_noticed_while_rank_0_waits_for_its_device(
+    folder: str, gpus: int, stages: int, number: int, within_s: float
+) -> None:
+    took_s, reason = said("loses", folder, gpus, stages, int(number))
     assert took_s < within_s
     assert reason.startswith("rank 1")
