@@ -40,7 +40,7 @@ _ENGINE: Final = Path(__file__).parents[1]
 _GPU_SOURCES: Final = (
     *("kernels/**/*.py", "kernels/tables/*.json", "layers/*.py", "models/*.py", "step/*.py", "bf12/*.py"),
     *("execution/gpu_runner.py", "execution/gpu_sampler.py", "execution/cuda_graphs.py"),
-    *("execution/gpu_trial.py", "execution/open_gpu.py"),
+    *("execution/gpu_trial.py", "execution/open_gpu.py", "pipeline/*.py"),
 )
 _CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py", "layers/cpu_row.*")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
@@ -84,6 +84,7 @@ def gpu_artifacts(
         "context_tokens": context_tokens,
         "block_tokens": model.block_tokens,
         "step_tokens": model.step_tokens,
+        "stages": model.stages,
         "sequences": model.sequences,
     }
     return ArtifactFiles(Path(model.folder), key, GpuArtifact)

@@ -3,7 +3,7 @@ and what launches its part of steps there. It knows no commands."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from engine.step.order import StepAnnouncer
 
 __all__ = ["KEPT_STEPS", "Lead", "StagePart", "bytes_of_mails", "mails_of"]
 
-_MAILS_MIN: Final = 16
 Lead = Callable[[PipelineRunner], None]
 """Is told of what runs steps on rank 0."""
 
@@ -69,7 +68,7 @@ def mails_of(model: ModelSpec, hidden: int) -> int:
     if model.stages == 1:
         return 0
     sequences, rows = model.sequences or SEQUENCES, MAIL_BYTES // (4 * hidden)
-    mails = max(_MAILS_MIN, PARTS_MAX + -(-sequences // max(1, rows)))
+    mails = 2 * PARTS_MAX + -(-sequences // max(1, rows))  # a graph may have more rows than are wanted
     if not rows or mails >= SLOTS_MAX:
         raise DoesNotFit(
             f"{model.name}: stages = {model.stages} and {sequences} sequences of {hidden} numbers each take too many "

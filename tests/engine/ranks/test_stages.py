@@ -186,8 +186,10 @@ def test_a_model_of_fewer_layers_than_stages_is_refused_by_name(folders: dict[st
         fork_ranks(spec(folders["llama 2"], stages=5), "cpu", 1)
 
 
-def test_stages_on_gpus_are_refused_by_name(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_on_fewer_gpus_than_they_need_are_refused_by_name(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(fork, "visible_gpus", lambda _: ["0", "1"])
-    with pytest.raises(DoesNotFit, match="stages = 2 is for CPUs: leave it out, and set gpus to more"):
-        fork_ranks(spec(folders["llama 2"], stages=2), "auto", 1)
+    monkeypatch.setattr(fork, "visible_gpus", lambda _: ["0", "1", "2"])
+    with pytest.raises(DoesNotFit, match="stages = 2 of gpus = 2, and 3 can be seen: set fewer, or show it more"):
+        fork_ranks(spec(folders["llama 2"], gpus=2, stages=2), "auto", 1)

@@ -6,10 +6,19 @@ from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
 from engine.protocol.specs import ModelSpec
 from gateway.commands.model_tools.folder_check import UnservableFolder, _require_ranks
 
+BUDGET = (1 << 40, 1 << 40, 1 << 40)
+GPUS = [DeviceBudget(f"GPU {index}", *BUDGET) for index in range(3)]
 
-def test_stages_are_for_cpus_and_share_their_memory() -> None:
-    spec = ModelSpec(name="m", folder="m", stages=2)
-    budget = (1 << 40, 1 << 40, 1 << 40)
-    assert _require_ranks(spec, [DeviceBudget(HOST_MEMORY_DEVICE, *budget)]) == 1
-    with pytest.raises(UnservableFolder, match="stages = 2 is for CPUs"):
-        _require_ranks(spec, [DeviceBudget("GPU 0", *budget), DeviceBudget("GPU 1", *budget)])
+
+def test_stages_share_a_cpus_memory_and_have_gpus_of_their_own() -> None:
+    spec = ModelSpec(name="m", folder="m", stages=2, layers=4)
+    assert _require_ranks(spec, [DeviceBudget(HOST_MEMORY_DEVICE, *BUDGET)]) == 1
+    assert _require_ranks(spec, GPUS) == 2
+
+
+def test_more_stages_than_gpus_or_layers_are_refused_by_name() -> None:
+    spec = ModelSpec(name="m", folder="m", gpus=2, stages=2, layers=4, most_ranks=2)
+    with pytest.raises(UnservableFolder, match="gpus = 2 in 2 stages, and models may use 3 here"):
+        _require_ranks(spec, GPUS)
+    with pytest.raises(UnservableFolder, match="stages = 5, and the model has 4 layers"):
+        _require_ranks(ModelSpec(name="m", folder="m", stages=5, layers=4), GPUS)
