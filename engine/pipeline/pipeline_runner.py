@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
 import torch
 
 from engine.execution.gpu_memory import GpuMemory, StepLimits
@@ -46,26 +45,32 @@ def micro_batch_limits(limits: StepLimits, context_tokens: int, block_tokens: in
 
 
 class GpuMicroBatch:
-    """Some rows of a step, as a step of their own with its attention plan. `first_row` is the number of its first
-    sampled row in the step; it `needs` the first so many tokens of the step before."""
+    """Some rows of a step, as a step of their own with its attention plan in a slot. `first_row` is the number of its
+    first sampled row in the step; it names the first `needs` tokens of the step before at most."""
 
-    def __init__(
-        self, step: "GpuPipelinedStep", packed: Int32s, first_row: int, needs: int, *, wide: bool, last: bool
-    ) -> None:
-        self.step, self.packed, self.batch = step, packed, unpack_step(packed)
-        self.first_row, self.needs, self.wide, self.last = first_row, needs, wide, last
-        self.order: StepOrder | None = None  # once it has begun, as its slot
-        self.slot: WordSlot | None = None
+    def __init__(self, step: "GpuPipelinedStep", slot: WordSlot, first_row: int, *, wide: bool, last: bool) -> None:
+        self.step, self.slot, self.first_row, self.wide, self.last = step, slot, first_row, wide, last
+        self.words: Int32s = slot.used.numpy()
+        self.batch = unpack_step(self.words)
+        self.needs = 0
+        self.order: StepOrder | None = None  # once it has begun
 
     @property
     def rows(self) -> int:
         """How many of its rows are sampled."""
         return len(self.batch.rows_R)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a token that it names is not sampled yet, as far as launches go."""
+        before = self.step.before
+        return before is not None and before.sampled < self.needs
+
 
 class GpuPipelinedStep:
     """A step in flight.
 
+    before   the step whose tokens it may name.
     kept     behind how many of the buffer's sampled tokens its own come.
     left     how many micro-batches are not launched as a whole.
     sampled  of how many rows the head is launched.
@@ -73,9 +78,10 @@ class GpuPipelinedStep:
     """
 
     def __init__(
-        self, number: int, kept: int, rows: int, landing: StagedStep, finish: Callable[["GpuPipelinedStep"], None]
-    ) -> None:
-        self.number, self.kept, self.rows, self.landing, self._finish = number, kept, rows, landing, finish
+        self, before: "GpuPipelinedStep | None", kept: int, rows: int, landing: StagedStep,
+        finish: Callable[["GpuPipelinedStep"], None],
+    ) -> None:  # fmt: skip
+        self.before, self.kept, self.rows, self.landing, self._finish = before, kept, rows, landing, finish
         self.left = self.sampled = 0
         self.masked = False
 
@@ -150,16 +156,18 @@ class PipelineRunner:
 
     def launch(self, packed: Int32s) -> GpuPipelinedStep:
         """As in StepExecutor. Queues what can be queued now."""
-        batch, before = unpack_step(packed), self._before
+        batch = unpack_step(packed)
         check_step(batch, self.limits)
         assert batch.tokens_T.min() >= -self._memory.sampled_rows, "a row that the step before did not sample"
         parts = self._parts(len(batch.tokens_T))
         self._prepare_now_and_then(-(-len(batch.tokens_T) // parts))
         landing = self._landings[self._launched % len(self._landings)]
         kept = self._stage.sampled * (1 + self._launched % KEPT_STEPS)
-        step = GpuPipelinedStep(self._launched, kept, len(batch.rows_R), landing, self.finish)
-        micros = self._cut(step, packed, parts, before)
+        step = GpuPipelinedStep(self._before, kept, len(batch.rows_R), landing, self.finish)
+        micros = self._cut(step, packed, parts)
         # Nothing was changed until here.
+        if self._before is not None:
+            self._before.before = None  # nobody asks for it any more
         landing.begin(batch)
         step.left, step.masked = len(micros), batch.masked
         self._memory.sampled_rows = step.rows
@@ -218,27 +226,38 @@ class PipelineRunner:
         most = max(1, min(self._stages, rows // ROWS_MIN), min(2 * self._stages, rows // FULL_ROWS))
         return max(least, min(most, PARTS_MAX))
 
-    def _cut(
-        self, step: GpuPipelinedStep, packed: Int32s, parts: int, before: GpuPipelinedStep | None
-    ) -> list[GpuMicroBatch]:
-        """The step's micro-batches, planned. Tokens of the step before are named by where that one keeps them."""
-        micros, first_row = [], 0
-        for number, part in enumerate(split_step(packed, parts) if parts > 1 else [packed.copy()], 1):
-            batch = unpack_step(part)
-            needs = max(0, -int(batch.tokens_T.min()))
-            if self._alike_decodes and before is not None:
-                needs = before.rows * number // parts
-            if before is not None:
-                for ids in (batch.tokens_T, batch.history_H):
-                    ids[ids < 0] -= before.kept
-            plan = plan_attention(part, batch, self._buffers.layout)
-            count = len(part) + len(plan.words)
-            if count > len(self._buffers.words):
-                raise OutOfDeviceMemory(f"{count} words of rows, where there is room for {len(self._buffers.words)}")
-            words = np.concatenate((part, plan.words))
-            micros.append(GpuMicroBatch(step, words, first_row, needs, wide=plan.wide, last=number == parts))
-            first_row += len(batch.rows_R)
+    def _cut(self, step: GpuPipelinedStep, packed: Int32s, parts: int) -> list[GpuMicroBatch]:
+        """The step's micro-batches, planned. Raises OutOfDeviceMemory, and then there is none."""
+        micros: list[GpuMicroBatch] = []
+        try:
+            for number, part in enumerate(split_step(packed, parts) if parts > 1 else [packed.copy()], 1):
+                first_row = micros[-1].first_row + micros[-1].rows if micros else 0
+                micros.append(self._planned(step, part, first_row, last=number == parts))
+                if self._alike_decodes and step.before is not None:
+                    micros[-1].needs = step.before.rows * number // parts
+        except BaseException:
+            for micro in micros:
+                self._stage.slots.release(micro.slot)
+            raise
         return micros
+
+    def _planned(self, step: GpuPipelinedStep, packed: Int32s, first_row: int, *, last: bool) -> GpuMicroBatch:
+        """A micro-batch in a slot. Tokens of the step before are named by where that one keeps them."""
+        batch = unpack_step(packed)
+        needs = max(0, -int(batch.tokens_T.min()))
+        if step.before is not None:
+            for ids in (batch.tokens_T, batch.history_H):
+                ids[ids < 0] -= step.before.kept
+        plan = plan_attention(packed, batch, self._buffers.layout)
+        count = len(packed) + len(plan.words)
+        if count > len(self._buffers.words):
+            raise OutOfDeviceMemory(f"{count} words of rows, where there is room for {len(self._buffers.words)}")
+        slot = self._stage.slots.take(count)
+        words = slot.used.numpy()
+        words[: len(packed)], words[len(packed) :] = packed, plan.words
+        micro = GpuMicroBatch(step, slot, first_row, wide=plan.wide, last=last)
+        micro.needs = needs
+        return micro
 
     def _advance(self) -> None:
         """Begins as many micro-batches as can be, with the heads that they wait for."""
@@ -253,13 +272,9 @@ class PipelineRunner:
     def _waits(self, micro: GpuMicroBatch) -> bool:
         """Whether a head is to be launched before the micro-batch begins: one that samples its tokens, or whose rows
         take the room for its own."""
-        running = self._running
-        if not running:
+        if not self._running:
             return False
-        before = running[0].step
-        if before.number == micro.step.number - 1 and before.sampled < micro.needs:
-            return True
-        return sum(self._mails_of(each.rows) for each in (*running, micro)) > self._mails
+        return micro.waits or sum(self._mails_of(each.rows) for each in (*self._running, micro)) > self._mails
 
     def _mails_of(self, rows: int) -> int:
         """At most: a graph has more rows than are wanted."""
@@ -267,26 +282,21 @@ class PipelineRunner:
         return -(-max(rows, size) // self._mail_rows)
 
     def _begin(self, micro: GpuMicroBatch) -> None:
-        stage, batch = self._stage, micro.batch
         micro.order = order = self._order(micro)
-        micro.slot = slot = stage.slots.take(len(micro.packed))
-        slot.used.numpy()[:] = micro.packed
-        self._announcer.launch(order, micro.packed, more=not micro.last)
+        self._announcer.launch(order, micro.words, more=not micro.last)
         with self._stream.entered():
-            stage.launch(order, slot.used)
+            self._stage.launch(order, micro.slot.used)
             if micro.rows:
                 self._running.append(micro)
             else:
-                stage.slots.release(slot)
+                self._stage.slots.release(micro.slot)
                 self._count_down(micro.step)
-        assert len(batch.rows_R) == order.sampled_rows
 
     def _launch_head(self) -> None:
         """Launches the head for the oldest of the micro-batches whose rows come back."""
         micro = self._running.popleft()
         step, order, slot = micro.step, micro.order, micro.slot
         assert order is not None
-        assert slot is not None
         if self._memory.windows is not None:
             self._announcer.head()
         features = SamplingFeatures.of(micro.batch)

@@ -69,7 +69,7 @@ def mails_of(model: ModelSpec, hidden: int) -> int:
         return 0
     sequences, rows = model.sequences or SEQUENCES, MAIL_BYTES // (4 * hidden)
     mails = 2 * PARTS_MAX + -(-sequences // max(1, rows))  # a graph may have more rows than are wanted
-    if not rows or mails >= SLOTS_MAX:
+    if not rows or mails + 2 * PARTS_MAX >= SLOTS_MAX:
         raise DoesNotFit(
             f"{model.name}: stages = {model.stages} and {sequences} sequences of {hidden} numbers each take too many "
             "mails between stages: set sequences to less"

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.memory.streams import DeviceStream
 
 _WORDS_MIN: Final = 1 << 14
-SLOTS_MAX: Final = 40  # more than are in use at once, so that nobody waits for one that he holds himself
+SLOTS_MAX: Final = 64  # more than are in use at once, so that nobody waits for one that he holds himself
 
 
 class WordSlot:
