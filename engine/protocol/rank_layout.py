@@ -104,7 +104,7 @@ def _layouts(model: ModelSpec, most: int) -> list[RankLayout]:
 def _reason(took: dict[RankLayout, float], best: RankLayout, link: PeerLink) -> str:
     others = [(seconds, layout) for layout, seconds in took.items() if layout != best]
     if best.devices == 1:
-        return "one GPU holds it"
+        return "it holds the weights and a context"
     if not others:
         return f"it takes {best.devices} GPUs, and divides among them in no other way"
     seconds, other = min(others)

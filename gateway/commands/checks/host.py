@@ -98,7 +98,7 @@ def ranks(config: Config, entries: Sequence[ModelEntryConfig], usable: list[gpus
     if pairs and not apart and not slow and not weak:
         yield good("ranks", f"{len(usable)} GPUs reach each other over NVLink{_rate(pairs[0])}")
     for entry, layout in layouts_on(config, entries, usable):
-        if layout.reason:  # else its settings say how
+        if entry.stages == "auto":
             yield good("ranks", f"{entry.name}: {layout_text(layout)}")
 
 

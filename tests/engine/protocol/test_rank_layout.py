@@ -58,7 +58,9 @@ def test_a_model_that_does_not_divide_among_its_gpus_gets_stages_too() -> None:
 
 
 def test_one_gpu_that_holds_it_is_enough() -> None:
-    assert layout_on(changed(stages=0), [90 * GIB] * 4, PCI_EXPRESS) == RankLayout(1, 1, "one GPU holds it")
+    assert layout_on(changed(stages=0), [90 * GIB] * 4, PCI_EXPRESS) == RankLayout(
+        1, 1, "it holds the weights and a context"
+    )
 
 
 def test_a_slower_link_never_makes_a_step_faster_and_costs_ranks_more_than_stages() -> None:

@@ -316,6 +316,24 @@ def test_what_ranks_need_between_gpus_is_looked_for_where_a_model_has_them(
     assert (finding["verdict"], finding["found"][: len(said)]) == (verdict, said)
 
 
+def test_how_a_model_is_shared_out_is_said_with_the_reason(host: Host, here: Path) -> None:
+    beside(here, one='gpus = "auto"\nstages = "auto"')
+    _, chosen = host.found(0, H200, H200)["ranks"]
+    assert chosen["found"] == "@cf/mine/one: one GPU: it holds the weights and a context"
+    small = FakeGpu("Small", 1064)  # too small for what a replica takes beside the weights: on all that there are
+    links, chosen = host.found(1, small, small, lacking=("NVLINK",))["ranks"]
+    assert "set `stages" in links["advice"]
+    assert " ms in " in chosen["found"]
+    assert "over PCI Express of 63 GB/s a busy step takes about" in chosen["found"]
+
+
+def test_stages_are_looked_for_on_as_many_gpus(host: Host, here: Path) -> None:
+    beside(here, one="stages = 2", two="gpus = 2\nstages = 2")
+    (_, pair, four) = host.found(1, H200, H200)["model"]
+    assert (pair["verdict"], four["verdict"]) == ("ok", "wrong")
+    assert "gpus = 2 in 2 stages, and models may use 2 here" in four["found"]
+
+
 def test_a_pair_of_gpus_whose_links_carry_less_is_named(host: Host, here: Path) -> None:
     beside(here, one="gpus = 2")
     (finding,) = host.found(0, H200, H200, H200._replace(links=17))["ranks"]
