@@ -79,7 +79,7 @@ def layout_on(model: ModelSpec, gpu_bytes: Sequence[int], link: PeerLink = UNKNO
 
 
 def step_s(model: ModelSpec, layout: RankLayout, link: PeerLink) -> float:
-    """Seconds of a busy step, in proportion to those of other layouts. 0 where the model's sizes are not known."""
+    """Seconds of a busy step on GPUs of some speed: to be compared with those of other layouts alone."""
     gpus, stages, rows = layout.gpus, layout.stages, _ANSWERS + _PROMPT_ROWS
     rate = link.bytes_per_s or (4e11 if link.nvlink else 5e10)
     reads_s = model.weights_bytes / gpus / _MEMORY_BYTES_PER_S  # by every stage, for each of as many micro-batches
