@@ -321,7 +321,7 @@ class PipelineRunner:
         plain = self._vectors or (SamplingFeatures.of(batch) == TEMPERATURE_ONLY and not batch.masked)
         head_size = stage.ends.captured_size(micro.rows) if plain and micro.rows else 0
         shared = self._memory.windows is not None and bool(batch.tokens_T.min() < 0)
-        return StepOrder(rows, body_size, micro.rows, head_size, micro.wide, shared)
+        return StepOrder(rows, body_size, micro.rows, head_size, micro.wide, shared, True)
 
     def _prepare_now_and_then(self, rows: int) -> None:
         """Captures a size or copies a little to the host beside a step: under steady load there are no idle moments."""
