@@ -9,7 +9,6 @@ gateway and clients are one process. Each stream's text is compared with that of
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import random
 import statistics
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,13 +44,14 @@ from tenants.records.cluster import JoinToken
 from tests.support.hosts import SECRET, HostMaker, host_maker
 from tests.support.redis_server import free_port
 from tests.support.served_gateway import Served, served
-from tests.support.stamp_hosts import StampHost, stamp_hosts
+from tests.support.stamp_hosts import StampHost, cluster_of, stamp_hosts
 from tests.support.stream_crowd import Heard, all_serve, crowd, fleet_of
 from tests.support.stub_replica import MODEL, StubFleet
 from tests.support.waiting import until
 
 PATIENCE_S: Final = 120.0
 NAME: Final = "hosts"
+OVER_TLS: Final = " in network namespaces, over TLS,"
 
 
 async def back(gateway: Served, host: StampHost, hosts: int) -> None:
@@ -61,26 +61,40 @@ async def back(gateway: Served, host: StampHost, hosts: int) -> None:
     await all_serve(gateway, hosts)
 
 
-async def measure_kills(rounds: int, streams: int) -> None:
-    """One of three hosts is lost under streams: killed, or frozen so that nothing tells of it, in turn."""
+@contextlib.asynccontextmanager
+async def serving_hosts(
+    count: int, *, apart: bool, step_ms: float = 10.0
+) -> AsyncIterator[tuple[Served, Sequence[StampHost]]]:
+    """A gateway before so many hosts that all serve."""
+    with tempfile.TemporaryDirectory() as name, stamp_hosts(Path(name), count, step_ms, apart=apart) as hosts:
+        folder, addresses = Path(name), [host.address for host in hosts]
+        cluster = cluster_of(folder) if apart else None
+        async with served(folder, machines=addresses, cluster=cluster, request_s=600) as gateway:
+            await all_serve(gateway, count)
+            yield gateway, hosts
+
+
+async def measure_kills(rounds: int, streams: int, *, apart: bool) -> None:
+    """One of three hosts is lost under streams: killed, or frozen so that nothing tells of it, or, where they are
+    apart, cut off, in turn."""
     dice = random.Random(1)
-    with tempfile.TemporaryDirectory() as folder, stamp_hosts(Path(folder), 3) as hosts:
-        async with served(Path(folder), machines=[host.address for host in hosts], request_s=600) as gateway:
-            await all_serve(gateway, 3)
-            calm = await crowd(gateway, streams)
-            errors, others, gaps = 0, 0, {"killed": [0.0], "frozen": [0.0]}
-            for number in range(rounds):
-                host, how = dice.choice(hosts), ("killed", "frozen")[number % 2]
-                running = asyncio.create_task(crowd(gateway, streams))
-                await asyncio.sleep(dice.uniform(0.2, 1.5))
-                await asyncio.to_thread(host.kill if how == "killed" else host.freeze)
-                heard = await running
-                errors += sum(bool(one.problem) for one in heard)
-                others += sum(one.text != was.text for one, was in zip(heard, calm, strict=True))
-                gaps[how].append(max(one.gap_s for one in heard))
-                print(number, how, errors, others, round(gaps[how][-1], 2), flush=True)
-                await back(gateway, host, 3)
-    shape = f"one of 3 hosts lost under {streams} streams, {rounds} times"
+    faults: dict[str, Callable[[StampHost], None]] = {"killed": StampHost.kill, "frozen": StampHost.freeze}
+    faults |= {"cut off": StampHost.cut} if apart else {}
+    errors, others, gaps = 0, 0, {how: [0.0] for how in faults}
+    async with serving_hosts(3, apart=apart) as (gateway, hosts):
+        calm = await crowd(gateway, streams)
+        for number in range(rounds):
+            host, how = dice.choice(hosts), [*faults][number % len(faults)]
+            running = asyncio.create_task(crowd(gateway, streams))
+            await asyncio.sleep(dice.uniform(0.2, 1.5))
+            await asyncio.to_thread(faults[how], host)
+            heard = await running
+            errors += sum(bool(one.problem) for one in heard)
+            others += sum(one.text != was.text for one, was in zip(heard, calm, strict=True))
+            gaps[how].append(max(one.gap_s for one in heard))
+            print(number, how, errors, others, round(gaps[how][-1], 2), flush=True)
+            await back(gateway, host, 3)
+    shape = f"one of 3 hosts{OVER_TLS * apart} lost under {streams} streams, {rounds} times"
     record(NAME, f"hosts-kill-errors: {shape}", errors, "streams", bound=0)
     record(NAME, f"{shape}: texts other than undisturbed", others, "streams", bound=0)
     for how, seconds in gaps.items():
@@ -88,42 +102,35 @@ async def measure_kills(rounds: int, streams: int) -> None:
     record(NAME, f"{shape}: longest gap undisturbed", round(max(one.gap_s for one in calm), 3), "s")
 
 
-async def measure_upgrades(streams: int) -> None:
+async def measure_upgrades(times: int, streams: int, *, apart: bool) -> None:
     """Five hosts are drained, ended, started and undrained in turn, while streams come again and again."""
-    with tempfile.TemporaryDirectory() as folder, stamp_hosts(Path(folder), 5, step_ms=25.0) as hosts:
-        async with served(Path(folder), machines=[host.address for host in hosts], request_s=600) as gateway:
+    async with serving_hosts(5, apart=apart, step_ms=25.0) as (gateway, hosts):
+        calm, fleet = await crowd(gateway, streams), fleet_of(gateway)
+        over, most = asyncio.Event(), [0]
+
+        async def watch() -> None:
+            while not over.is_set():
+                replicas = [each for machine in fleet._machines.values() for each in machine.replicas.values()]
+                most.append(max((len(each.connection._streams) for each in replicas if each.connection), default=0))
+                await asyncio.sleep(0.01)
+
+        async def keep_on() -> list[Heard]:
+            heard: list[Heard] = []
+            while not over.is_set():
+                heard += await crowd(gateway, streams)
+            return heard
+
+        running, watching = asyncio.create_task(keep_on()), asyncio.create_task(watch())
+        for host in [*hosts] * times:
+            await asyncio.sleep(1.0)
+            await upgrade(fleet, host)
             await all_serve(gateway, 5)
-            calm, fleet = await crowd(gateway, streams), fleet_of(gateway)
-            over, most = asyncio.Event(), [0]
-
-            async def watch() -> None:
-                while not over.is_set():
-                    replicas = [each for machine in fleet._machines.values() for each in machine.replicas.values()]
-                    most.append(max((len(each.connection._streams) for each in replicas if each.connection), default=0))
-                    await asyncio.sleep(0.01)
-
-            async def keep_on() -> list[Heard]:
-                heard: list[Heard] = []
-                while not over.is_set():
-                    heard += await crowd(gateway, streams)
-                return heard
-
-            running, watching = asyncio.create_task(keep_on()), asyncio.create_task(watch())
-            for host in hosts:
-                await asyncio.sleep(1.0)
-                fleet.drain(host.name, drained=True)
-                await until(functools.partial(idle, fleet, host), PATIENCE_S, "its streams have moved")
-                await host.end()
-                await until(lambda host=host: not connected(fleet, host), PATIENCE_S, "its end is seen")
-                host.start()
-                await until(functools.partial(connected, fleet, host), PATIENCE_S, "it can be told")
-                fleet.drain(host.name, drained=False)
-                await all_serve(gateway, 5)
-                print(host.name, "upgraded", flush=True)
-            over.set()
-            heard = await running
-            await watching
-    shape = f"5 hosts upgraded in turn under {streams} streams"
+            print(host.name, "upgraded", flush=True)
+        over.set()
+        heard = await running
+        await watching
+    often = "" if times == 1 else f", {times} times,"
+    shape = f"5 hosts{OVER_TLS * apart} upgraded in turn{often} under {streams} streams"
     texts = [one.text for one in calm]
     record(NAME, f"hosts-upgrade-errors: {shape}", sum(bool(one.problem) for one in heard), "streams", bound=0)
     others = sum(one.text != texts[index % streams] for index, one in enumerate(heard))
@@ -131,6 +138,17 @@ async def measure_upgrades(streams: int) -> None:
     record(NAME, f"{shape}: longest gap", round(max(one.gap_s for one in heard), 3), "s", bound=0.5)
     record(NAME, f"{shape}: longest gap undisturbed", round(max(one.gap_s for one in calm), 3), "s")
     record(NAME, f"{shape}: most at one replica, which runs 64", max(most), "sequences", bound=64)
+
+
+async def upgrade(fleet: ReplicaFleet, host: StampHost) -> None:
+    """As an operator does it, who waits for each step."""
+    fleet.drain(host.name, drained=True)
+    await until(lambda: idle(fleet, host), PATIENCE_S, "its streams have moved")
+    await host.end()
+    await until(lambda: not connected(fleet, host), PATIENCE_S, "its end is seen")
+    host.start()
+    await until(lambda: connected(fleet, host), PATIENCE_S, "it can be told")
+    fleet.drain(host.name, drained=False)
 
 
 def idle(fleet: ReplicaFleet, host: StampHost) -> bool:
@@ -387,8 +405,8 @@ PARTS: Final[dict[str, Callable[[argparse.Namespace], Awaitable[None]]]] = {
     "joins": lambda asked: measure_joins(100),
     "rotation": lambda asked: measure_rotation(20, asked.streams),
     "silence": lambda asked: measure_silence(10),
-    "upgrades": lambda asked: measure_upgrades(200),
-    "kills": lambda asked: measure_kills(asked.rounds, asked.streams),
+    "upgrades": lambda asked: measure_upgrades(asked.upgrades, 200, apart=asked.apart),
+    "kills": lambda asked: measure_kills(asked.rounds, asked.streams, apart=asked.apart),
 }
 
 
@@ -397,6 +415,8 @@ async def main() -> None:
     parser.add_argument("what", nargs="*", default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=100, help="hosts that are killed or frozen under streams")
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--upgrades", type=int, default=1, help="of all five hosts")
+    parser.add_argument("--apart", action="store_true", help="kill and upgrade hosts in network namespaces, over TLS")
     asked = parser.parse_args()
     for name in asked.what:
         await PARTS[name](asked)

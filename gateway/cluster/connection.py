@@ -12,11 +12,12 @@ from typing import Final, Protocol, TypeVar, cast
 from engine.protocol import frames
 from engine.protocol.address import TlsAddress, parse_address, parse_tls_address
 from engine.protocol.connection import notice_vanished
+from gateway.cluster.handshakes import HandshakePlaces
 from gateway.identity.authority import certificate_key
 from gateway.identity.host_identity import HostIdentity, HostRole, IdentityError, peer_identity
 
 WRITE_BYTES_MAX: Final = 32 << 20
-CONNECT_S: Final = 2.0
+CONNECT_S: Final = 2.0  # to another host: once it may begin with its handshake
 # What a connection fails with: also an address that is none, of which the name or the port cannot be.
 UNREACHABLE: Final = (OSError, TimeoutError, ValueError, OverflowError)
 
@@ -151,14 +152,14 @@ class HostConnector:
     ) -> None:
         self._client_context = client_context
         self._is_removed = is_removed or (lambda key: False)
+        self._places = HandshakePlaces()
 
     async def __call__(self, address: str, make: Callable[[], _C]) -> _C:
         """Raises OSError or TimeoutError."""
         loop = asyncio.get_running_loop()
-        peer = parse_tls_address(address)
+        if (peer := parse_tls_address(address)) is not None:
+            return await self._connect_to_host(peer, make)
         async with asyncio.timeout(CONNECT_S):
-            if peer is not None:
-                return await self._connect_to_host(peer, make)
             target = parse_address(address)
             if isinstance(target, str):
                 return (await loop.create_unix_connection(make, target))[1]
@@ -173,9 +174,13 @@ class HostConnector:
             protocol.peer_problem = partial(peer_problem, peer, is_removed=self._is_removed)
             return protocol
 
-        loop, context = asyncio.get_running_loop(), self._client_context()
-        host, name = peer.host.strip("[]"), peer.server_name
-        return (await loop.create_connection(expecting, host, peer.port, ssl=context, server_hostname=name))[1]
+        loop, host, name = asyncio.get_running_loop(), peer.host.strip("[]"), peer.server_name
+        if self._places.crowded:  # a host that is gone is not to wait for a place, nor to have one
+            async with asyncio.timeout(CONNECT_S):
+                (await loop.create_connection(asyncio.Protocol, host, peer.port))[0].close()
+        async with self._places.take(), asyncio.timeout(CONNECT_S):
+            context = self._client_context()
+            return (await loop.create_connection(expecting, host, peer.port, ssl=context, server_hostname=name))[1]
 
 
 def peer_problem(peer: TlsAddress, transport: asyncio.BaseTransport, is_removed: Callable[[str], bool]) -> str:

@@ -384,7 +384,7 @@ class ReplicaFleet:
         fresh = MachineEntry(address, self.links.connections, frames.MachineState("", []))
         machine = self._machines.setdefault(address, fresh)
         before, machine.report, machine.region = machine.report, report, connection.region_of(report.region)
-        machine.lost_s = self.links.lost_s[address]
+        machine.lost_s, machine.fresh_s = self.links.lost_s[address], 0.0
         if report.region not in (machine.region, before.region):
             fields = {"machine": report.machine, "region": report.region}
             log.error("machine_in_another_region_than_certified", extra={"fields": fields})

@@ -72,7 +72,7 @@ class ReplicaLinks:
             self._forgiven_s = now
         self._looked_s = now
         for machine in self._machines.values():
-            if now < machine.fresh_s and not machine.lost_s:
+            if now < machine.fresh_s:
                 continue  # of thousands, most looks end here
             if (connection := machine.connection) is not None:
                 machine.heard_s = connection.received_s
@@ -80,7 +80,7 @@ class ReplicaLinks:
             if unsteady is not machine.unsteady:
                 self._mark(machine, unsteady)
             heard_s = machine.heard_s if machine.heard_s > self._forgiven_s else self._forgiven_s
-            machine.fresh_s, silent_s = heard_s + LATE_S, now - heard_s
+            machine.fresh_s, silent_s = 0.0 if machine.lost_s else heard_s + LATE_S, now - heard_s
             if (silent_s > LATE_S or machine.silent) and machine.beats:
                 self._judge(machine, silent_s, now)
 

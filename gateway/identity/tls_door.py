@@ -89,7 +89,7 @@ class TlsChannel(asyncio.Protocol):
                 self._read()
         except ssl.SSLWantReadError:
             self._flush()
-        except ssl.SSLZeroReturnError:  # its goodbye
+        except ssl.SSLZeroReturnError:  # its goodbye, after ours
             self._end()
         except (ssl.SSLError, IdentityError) as error:
             self._door.refused(self, str(getattr(error, "reason", None) or error))
@@ -156,10 +156,13 @@ class TlsChannel(asyncio.Protocol):
         self._handler.opened(self)
 
     def _read(self) -> None:
-        """Raises SSLWantReadError at the end of what has come."""
+        """Raises SSLWantReadError at the end of what has come, SSLZeroReturnError at the peer's goodbye after ours."""
         assert self._handler is not None
         while self._open and self._transport is not None:
-            self._handler.received(self._tls.read(_RECORD_BYTES))
+            if not (plain := self._tls.read(_RECORD_BYTES)):  # its goodbye, again and again
+                self._end()
+                return
+            self._handler.received(plain)
 
     def _flush(self) -> None:
         if self._transport is not None and self._outgoing.pending:

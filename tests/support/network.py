@@ -57,6 +57,10 @@ class NetworkHost:
         self.processes.append(process)
         return process
 
+    def plug(self, *, plugged: bool) -> None:
+        """Pulls its cable, or puts it back: meanwhile nothing passes, and no connection ends."""
+        _ip("link", "set", self.link, "up" if plugged else "down")
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 

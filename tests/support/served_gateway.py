@@ -176,6 +176,7 @@ async def served(
     machines: Sequence[str] = (),
     account_name: str = "test",
     cells: CellsConfig | None = None,
+    cluster: ClusterConfig | None = None,
     machine_region: str | None = None,
     **server: Any,
 ) -> AsyncIterator[Served]:
@@ -183,8 +184,8 @@ async def served(
     `stubs` those beside MODEL that have a replica, `relays` replicas of MODEL in place of stubs, `machines`
     addresses of real ones in place of all of these. Without a store's url
     it is an SQLite file of its own. It makes an account of its own, which needs another name where the store has that
-    one from another gateway. Its machine is in the gateway's own region unless another one is named. With other
-    `cells` there is an identity in its state folder."""
+    one from another gateway. `cluster` has an identity for machines on other hosts. Its machine is in the gateway's own
+    region unless another one is named. With other `cells` there is an identity in its state folder."""
     fleet = StubFleet(folder, replicas)
     fleet.replicas = [*relays] or fleet.replicas
     fleet.replicas += [StubReplica(folder / f"stub-{i}.sock", fleet.behaviour, name) for i, name in enumerate(stubs)]
@@ -199,6 +200,8 @@ async def served(
     if cells is not None:
         identity = {name: str(folder / "state" / "identity" / f"{name}.pem") for name in IDENTITY}
         config = msgspec.structs.replace(config, cells=cells, cluster=ClusterConfig(**identity))
+    if cluster is not None:
+        config = msgspec.structs.replace(config, cluster=cluster)
     clock = OffsetClock()
     app = build_app(config, SECRET, traces, clock)
     region = app._serving.context.limits.region

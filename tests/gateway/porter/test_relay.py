@@ -16,7 +16,7 @@ from gateway.cluster.fleet import ReplicaFleet
 from gateway.identity import tls_door
 from gateway.identity.files import HostFiles
 from gateway.identity.host_identity import HostRole
-from gateway.identity.tls_door import TlsDoor
+from gateway.identity.tls_door import TlsChannel, TlsDoor
 from gateway.members.protocol import Membership
 from gateway.porter.relay import Relay
 from tests.support.hosts import HostMaker, host_maker
@@ -229,3 +229,48 @@ async def test_old_protocols_are_refused(host: PorteredHost) -> None:
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises((ssl.SSLError, ConnectionError)):
         await asyncio.open_connection("127.0.0.1", host.port, ssl=context, server_hostname="machine.m1")
+
+
+class _Ear:
+    """Hears what a channel gives."""
+
+    def __init__(self) -> None:
+        self.heard = list[bytes]()
+        self.has_lost = asyncio.Event()
+
+    def opened(self, channel: TlsChannel) -> None:
+        channel.write(b"hello")
+
+    def received(self, plain: bytes) -> None:
+        assert plain, "it is called again and again, and nothing else in this process is"
+        self.heard.append(plain)
+
+    def lost(self) -> None:
+        self.has_lost.set()
+
+    def hold(self) -> None:
+        raise AssertionError("so little is written")
+
+    resume = hold
+
+
+@pytest.mark.parametrize("said", [b"", b"good"])
+@pytest.mark.parametrize("is_member", [True, False])
+async def test_a_peer_that_says_goodbye_ends_its_own_connection_and_stops_nothing_else(
+    host: PorteredHost, said: bytes, is_member: bool
+) -> None:
+    ear = _Ear()
+    server = await TlsDoor(host.files, lambda _: ear).listen("127.0.0.1", 0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if is_member:
+        context = host.hosts.host(HostRole.GATEWAY, "gw1").credentials().client
+    port = server.sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="machine.m1")
+    assert await reader.readexactly(5) == b"hello"
+    writer.write(said)
+    writer.close()  # as TLS is closed: with a goodbye, and not only the socket
+    async with asyncio.timeout(10):
+        await ear.has_lost.wait()
+    assert b"".join(ear.heard) == said
+    server.close()
