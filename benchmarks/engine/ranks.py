@@ -61,6 +61,7 @@ BUBBLE_BOUND: Final = 0.05  # of the stages' time, at twice as many micro-batche
 BUBBLE_ROWS: Final = 1024  # decoded at once: four micro-batches of two stages
 BUBBLE_STEPS: Final = 20
 WAKE_BOUND_S: Final = 0.22
+WAKE_KV_BYTES: Final = 8 << 30
 MODEL: Final = "llama-3.1-8b"
 
 
@@ -221,9 +222,8 @@ def _benched(model: str, gpus: int, shapes: Iterable[str], stages: int = 1) -> d
 
 
 def measure_stages(gpus: int) -> None:
-    """The engine's own shapes with as many stages as GPUs, and how much of the time a stage waits."""
-    for shape, row in _benched(MODEL, 1, STAGED_SHAPES, stages=gpus).items():
-        record("ranks", f"pp{gpus}-{shape}", row["value"], row["unit"])
+    """The engine's own shapes with as many stages as GPUs, and how much of the time a stage waits: this first, since
+    whoever records a row asks for GPUs, and ranks are forked before."""
     with tempfile.TemporaryDirectory() as folder:
         spec = ModelSpec(
             name=MODEL, folder=str(write_folder(MODEL, Path(folder) / MODEL)), random_weights=True,
@@ -232,6 +232,8 @@ def measure_stages(gpus: int) -> None:
         with inference_mode(), BenchEngine(spec, "cuda") as engine:
             engine.prepare()
             share = _bubble_share(engine)
+    for shape, row in _benched(MODEL, 1, STAGED_SHAPES, stages=gpus).items():
+        record("ranks", f"pp{gpus}-{shape}", row["value"], row["unit"])
     record("ranks", f"pp{gpus}-bubbles", round(share, 4), "of the time of a stage", bound=BUBBLE_BOUND)
 
 
@@ -278,12 +280,12 @@ def _bubble_share(engine: BenchEngine) -> float:
 
 
 def measure_wake(gpus: int) -> None:
-    """Seconds from the order to wake until all weights are on all GPUs, the best of three, and what stays there
-    asleep."""
+    """Seconds from the order to wake until all weights are on all GPUs and KV has memory, as much as a model gets that
+    shares its GPUs, the best of three; and what stays there asleep."""
     with tempfile.TemporaryDirectory() as folder:
         spec = ModelSpec(
             name=MODEL, folder=str(write_folder(MODEL, Path(folder) / MODEL)), random_weights=True,
-            context_tokens=20480, gpus=gpus,
+            context_tokens=20480, gpus=gpus, kv_bytes=WAKE_KV_BYTES,
         )  # fmt: skip
         with inference_mode(), BenchEngine(spec, "cuda") as engine:
             sleeper, memories = engine.model.sleeper, engine.model.memories

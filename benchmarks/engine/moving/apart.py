@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.engine.moving.pairs import two_replicas
+from benchmarks.engine.moving.pairs import two_replicas, wait_until_idle
 from benchmarks.record import record
 from engine.protocol.cache_frames import HandOver
 from engine.protocol.frames import Submit
 from engine.protocol.types import GivenTokens, SamplingParams, Scope
-from tests.support.moving_replicas import MovingReplica, nothing_held, order_of
+from tests.support.moving_replicas import MovingReplica, order_of
 
 SETTLE_S = 5.0  # of each run, which is not counted
 
@@ -147,7 +147,7 @@ def apart(device: str, kept: Path | None) -> None:
         mixed, split = Run(pair, load, False, seed=2), Run(pair, load, True, seed=2)
         for run in (mixed, split):
             run.run()
-            nothing_held(*pair)
+            wait_until_idle(*pair)
     report(device, load, mixed, split)
 
 

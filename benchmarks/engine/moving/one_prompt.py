@@ -6,11 +6,11 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.engine.moving.pairs import two_replicas
+from benchmarks.engine.moving.pairs import two_replicas, wait_until_idle
 from benchmarks.record import record
 from engine.handover.messages import handover_id
 from engine.protocol.types import SamplingParams, Scope
-from tests.support.moving_replicas import Journey, MovingReplica, nothing_held, order_of
+from tests.support.moving_replicas import Journey, MovingReplica, order_of
 
 ROUNDS = 9
 WARM_UPS = 3
@@ -40,7 +40,7 @@ def one_prompt(device: str, kept: Path | None) -> None:
             journey.follow(target)
             journey.finish()
             ids.append(handover_id(journey.key).hex())
-            nothing_held(source, target)
+            wait_until_idle(source, target)
         sent = source.peer.counted("handover_sent_blocks")
         in_windows = source.peer.counted("handover_window_blocks")
         corrupt = target.peer.counted("handover_corrupt_blocks")

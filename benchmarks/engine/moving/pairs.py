@@ -61,3 +61,12 @@ def _started(device: str, kept: Path, folder: Path) -> Iterator[tuple[MovingRepl
     finally:
         for replica in started:
             replica.stop()
+
+
+def wait_until_idle(*replicas: MovingReplica) -> None:
+    """Until nothing is held for handovers, and nothing runs."""
+    for replica in replicas:
+        peer = replica.peer
+        peer.until(
+            lambda peer=peer: peer.counted("handover_held") == 0 and peer.load.running == peer.load.waiting == 0, 20.0
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import tuning, tuning_tables
+from engine.kernels.fp8.tuning import kernel_of
 from engine.kernels.tuning_tables import bf12_pays_off
 
 
@@ -56,6 +57,8 @@ def test_the_tables_here_are_as_they_are_read() -> None:
             assert all(int(bucket) > 0 for bucket in row)
             if key.endswith(" / bf16"):
                 assert all(isinstance(ratio, float) and 0 < ratio < 10 for ratio in row.values())
+            elif key.endswith(" fp8"):
+                assert all(kernel_of(entry) for entry in row.values())
             else:
                 found = [tiling for tiling in row.values() if tiling is not None]
                 assert all(tuning.BF12_KERNELS[tiling[0]](*tiling[1:]) for tiling in found if key.endswith(" bf12"))

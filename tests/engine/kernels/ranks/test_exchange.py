@@ -219,7 +219,13 @@ def test_kernels_compile_for_a_gpu_with_flags_that_order_memory_between_devices(
     program = "from tests.engine.kernels.ranks.test_exchange import compiled; compiled()"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    signals = {"_sum_few_rows": (0, 1 / 3), "_sum_one_shot": (2, 1), "_sum_two_shot": (2, 2), "_gather_columns": (1, 1), "_share_tokens": (1, 1)}
+    signals = {
+        "_sum_few_rows": (0, 1 / 3),
+        "_sum_one_shot": (2, 1),
+        "_sum_two_shot": (2, 2),
+        "_gather_columns": (1, 1),
+        "_share_tokens": (1, 1),
+    }
     assert said.stdout.splitlines() == [
         f"{kernel} {raised} releases, {6 * awaited:.0f} acquires"  # once, in a loop, and of the abort word
         for kernel, (raised, awaited) in signals.items()
