@@ -123,7 +123,8 @@ def measure_exchanges(gpus: int) -> None:
 def _exchange_on(
     rank: int, gpus: int, swap: Callable[[int], list[int]], meeting: str
 ) -> dict[str, tuple[float, float]]:
-    from engine.kernels.ranks.exchange import RankWindows, add_norm_ranks
+    from engine.kernels.ranks.exchange import add_norm_ranks
+    from engine.kernels.ranks.windows import RankWindows
     from engine.kernels.rms_norm import add_norm
     from engine.memory.symmetric import share_windows, window_driver
     from engine.ranks.gpu_part import WINDOW_BYTES

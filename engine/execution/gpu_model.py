@@ -16,7 +16,7 @@ from engine.execution.gpu_runner import GpuRunner
 from engine.execution.gpu_trial import TrialRunner, TrialSteps
 from engine.execution.memory_plan import DoesNotFit
 from engine.kernels.compile_cache import share_kernel_cache
-from engine.kernels.ranks.exchange import RankWindows
+from engine.kernels.ranks.windows import RankWindows
 from engine.memory.virtual_memory import Arena
 from engine.models.config import ModelConfig
 from engine.models.decoders import DecoderParameters

@@ -25,9 +25,9 @@ from engine.execution.gpu_sampler import (
     SamplingFeatures,
     StagedStep,
     sample_tokens,
+    vocabulary_ranks,
 )
 from engine.kernels.host_copy import copy_words
-from engine.kernels.ranks.vocabulary import VocabularyRanks
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.models.config import ModelConfig
@@ -74,9 +74,7 @@ class GpuRunner:
             for _ in range(PIPELINE_DEPTH + 1)
         ]
         self._windows = memory.windows
-        self._shards = None  # of the vocabulary
-        if memory.windows is not None and not config.vectors:
-            self._shards = VocabularyRanks(memory.windows, config.vocabulary)
+        self._shards = None if config.vectors else vocabulary_ranks(memory.windows, config.vocabulary)
         self._announcer = announcer
         self._launches = 0
         self._prepared_at = 0.0

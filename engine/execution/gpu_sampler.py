@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.ranks.vocabulary import VocabularyRanks
+from engine.kernels.ranks.windows import RankWindows
 from engine.kernels.sampling.draw import add_biases, draw, forbid, penalise
 from engine.kernels.sampling.filters import find_cutoffs
 from engine.memory.streams import DeviceStream
@@ -47,6 +49,11 @@ class SamplingFeatures:
 
 TEMPERATURE_ONLY: Final = SamplingFeatures()
 MASKS_ONLY: Final = SamplingFeatures(masks=True)
+
+
+def vocabulary_ranks(windows: RankWindows | None, vocabulary: int) -> VocabularyRanks | None:
+    """How ranks draw whose head is cut along the vocabulary; None where there is one."""
+    return None if windows is None else VocabularyRanks(windows, vocabulary)
 
 
 def sample_tokens(

@@ -16,7 +16,7 @@ from engine.execution.gpu_memory import GpuMemory
 from engine.execution.gpu_model import DecoderRunner, GpuModel, RankPart
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX
 from engine.execution.memory_plan import GRAPH_BYTES, initial_extents
-from engine.kernels import block_copies
+from engine.kernels.ranks import block_copies
 from engine.kvcache.device_exchange import DeviceBlockExchange
 from engine.memory.symmetric import window_driver
 from engine.models.config import ModelConfig

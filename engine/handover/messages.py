@@ -60,7 +60,7 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 class HandoverGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """There is room. Whoever hears nothing of the other for lease_ms lets go. `shared`: a byte follows with the
     descriptor of the memory that the blocks are to be written to. `window`: it is the device's, and checksums are those
-    of devices (kernels/block_copies.py)."""
+    of devices (kernels/ranks/block_copies.py)."""
 
     lease_ms: int
     shared: bool = False

@@ -130,18 +130,18 @@ def whole_vectors(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def gather_blocks(words_LNW: Tensor, ids_B: Tensor, into_BLW: Tensor, sums_BL: Tensor) -> None:
-    """As in engine/kernels/block_copies.py."""
+    """As in engine/kernels/ranks/block_copies.py."""
     torch.index_select(words_LNW.transpose(0, 1), 0, ids_B, out=into_BLW)
     sum_blocks(into_BLW, sums_BL)
 
 
 def scatter_blocks(blocks_BLW: Tensor, words_LNW: Tensor, ids_B: Tensor) -> None:
-    """As in engine/kernels/block_copies.py."""
+    """As in engine/kernels/ranks/block_copies.py."""
     words_LNW.transpose(0, 1).index_copy_(0, ids_B, blocks_BLW)
 
 
 def sum_blocks(blocks_BLW: Tensor, sums_BL: Tensor) -> None:
-    """As in engine/kernels/block_copies.py: int64 wraps round as uint64 does, but for its shifts."""
+    """As in engine/kernels/ranks/block_copies.py: int64 wraps round as uint64 does, but for its shifts."""
     places_LW = torch.arange(1, blocks_BLW[0].numel() + 1, device=blocks_BLW.device).view(blocks_BLW.shape[1:])
     mixed_BLW = blocks_BLW + places_LW * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

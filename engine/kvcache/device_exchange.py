@@ -33,7 +33,7 @@ _WORD: Final = 1 << 64
 
 
 class BlockCopies(Protocol):
-    """The kernels of kernels/block_copies.py, or what computes the same in kernels/reference.py."""
+    """The kernels of kernels/ranks/block_copies.py, or what computes the same in kernels/reference.py."""
 
     def gather_blocks(self, words_LNW: Tensor, ids_B: Tensor, into_BLW: Tensor, sums_BL: Tensor) -> None: ...
 

@@ -13,7 +13,7 @@ from engine.execution.device_select import device_facts
 from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_model import DecoderRunner, GpuModel
 from engine.execution.memory_plan import DoesNotFit
-from engine.kernels.ranks.exchange import HEAD_BYTES, RankWindows, gather_columns
+from engine.kernels.ranks.gather import DATA_BEGINS, RankWindows, gather_columns
 from engine.layers.rank_shard import RankShard
 from engine.memory.streams import DeviceStream
 from engine.memory.symmetric import SwapDescriptors, share_windows, window_driver
@@ -166,7 +166,7 @@ def open_part(
 
 def sums_bytes(model: ModelSpec) -> int:
     """What the ranks of a stage exchange sums in, of each window."""
-    return WINDOW_BYTES if model.gpus > 1 else HEAD_BYTES
+    return WINDOW_BYTES if model.gpus > 1 else DATA_BEGINS
 
 
 def window_bytes(model: ModelSpec, hidden: int) -> int:

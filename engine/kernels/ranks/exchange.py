@@ -1,27 +1,13 @@
-"""What the ranks of a model give each other on GPUs, in kernels of their own: the sum of all ranks' parts with residual
-and RMSNorm, the logits of a head cut along the vocabulary, and the tokens that rank 0 drew.
-
-Each rank has a window of memory that all others map too (memory/symmetric.py). A program writes what it has into the
-windows of those that need it, raises its flag there, waits for the flags of the same program of all other ranks in its
-own window, and reads what came. Flags count epochs, an epoch for each exchange; ranks launch the same exchanges in the
-same order. The epoch lies in the window and the last program of a kernel raises it, so that captured graphs replay.
-
-Data lie in two halves in turns. A rank writes a half again two exchanges later: it has seen the flags of the exchange
-between, which others raise only when the kernels before are done, and with them all that they read. Programs are no
-more than what a device runs at once, so that none waits for one that cannot begin. A word beside the flags ends all
-waits: what is computed then is of no use to anybody.
+"""The sum of all ranks' parts on GPUs, with residual and RMSNorm, and tokens that all need of rank 0, in kernels
+of our own over the windows of windows.py.
 
 Few rows come without flags, which must wait until the data before them have arrived: no number is sent as 0, and a
-reader waits for each number to be another one, and writes zeroes in its place.
+reader waits for each number to be another one, and writes zeroes in its place. More rows of two ranks go in one shot;
+of more ranks each row is summed by one, and handed to all.
 
-    window   flags [2 phases, W sources, PROGRAMS] | epoch | counted | abort | …  HEAD_BYTES
-             few rows 0 | few rows 1 | half 0 | half 1
-
-W ranks, P parts of one result on a rank, T rows of a bucket, H hidden size, R sampled rows, V vocabulary.
+W ranks, P parts of one result on a rank, T rows of a bucket, H hidden size.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 import torch
@@ -30,108 +16,30 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.pdl import release, supports_pdl, wait
+from engine.kernels.ranks.windows import (
+    FEW_BYTES,
+    HEAD_BYTES,
+    LOOKS,
+    PER_LAUNCH,
+    REGISTERS,
+    RUNS,
+    STOP,
+    RankWindows,
+    await_others,
+    begin,
+    count_in,
+    max_programs,
+    places_of,
+    signal,
+    views_of,
+)
 
-PROGRAMS: Final = 256  # at most; two of them run on a multiprocessor at once
-RANKS_MAX: Final = 16
-HEAD_BYTES: Final = 128 << 10
-FEW_BYTES: Final = 4 << 20  # of few rows, twice
-DATA_BEGINS: Final = HEAD_BYTES + 2 * FEW_BYTES
+__all__ = ["RankWindows", "add_norm_ranks", "share_tokens"]
 ONE_SHOT_BYTES: Final = 512 << 10  # of all rows of more than two ranks: above it one of them sums a row, for all
-_STATE: Final = 2 * RANKS_MAX * PROGRAMS  # words before the epoch
-ABORT_WORD: Final = _STATE + 2  # of a window
-_COLUMNS: Final = 2048
 _WARPS: Final = 16
-_REGISTERS: Final = 64  # of a thread, so that two programs of so many warps fit into a multiprocessor
 _FEW_ROWS: Final = 128  # a program each, without flags
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32}  # as wide as numbers
 _AT_ONCE: Final = 2  # of a program's rows, where it has many
-_PER_LAUNCH: Final = ["rank", "rows", "count"]  # one kernel serves all ranks and any number of rows
-
-_SLOTS = tl.constexpr(PROGRAMS)
-_SOURCES = tl.constexpr(RANKS_MAX)
-_EPOCH = tl.constexpr(_STATE)
-_STOP = tl.constexpr(ABORT_WORD)
-_LOOKS = tl.constexpr(64)  # for a flag, to one for the abort word
-_RUNS = tl.constexpr(1 << 16)  # flags of one epoch: more than a program has runs of rows
-
-
-@dataclass(frozen=True, slots=True)
-class RankWindows:
-    """The windows of all ranks, [W, bytes], as one of them sees them: zeroes when they are new. Their last `more_bytes`
-    are for something else."""
-
-    memory_WB: Tensor
-    rank: int
-    more_bytes: int = 0
-
-    @property
-    def ranks(self) -> int:
-        return len(self.memory_WB)
-
-    @property
-    def bytes(self) -> int:
-        """What they take of each rank's device."""
-        return self.memory_WB.shape[1]
-
-    @property
-    def half_bytes(self) -> int:
-        """The bytes that one exchange may put into a window."""
-        return (self.memory_WB.shape[1] - self.more_bytes - DATA_BEGINS) // 2 // 16 * 16
-
-    def words(self) -> Tensor:
-        """All windows as flags are read."""
-        return self.memory_WB.view(-1).view(torch.int64)
-
-    @property
-    def abort_1(self) -> Tensor:
-        """One word of the own window: anything but 0 ends all waits of this rank's kernels."""
-        return self.memory_WB[self.rank, 8 * ABORT_WORD : 8 * ABORT_WORD + 8].view(torch.int64)
-
-
-@triton.jit
-def _signal(words, window, rank, phase, value, W: tl.constexpr):
-    """Tells this program of all other ranks that what it wrote for them is there."""
-    tl.debug_barrier()
-    place = (phase * _SOURCES + rank) * _SLOTS + tl.program_id(0)
-    for peer in tl.static_range(W):
-        if peer != rank:
-            tl.atomic_xchg(words + peer * window + place, value, sem="release", scope="sys")
-
-
-@triton.jit
-def _await(words, window, rank, phase, value, W: tl.constexpr):
-    """Waits until this program of all other ranks has told so, or the abort word is set."""
-    own = words + rank * window
-    for peer in tl.static_range(W):
-        if peer != rank:
-            flag = own + (phase * _SOURCES + peer) * _SLOTS + tl.program_id(0)
-            there = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            looks = 0
-            while there < value:
-                there = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # compiled to a load
-                looks += 1
-                if looks % _LOOKS == 0:
-                    stopped = tl.atomic_add(own + _STOP, 0, sem="acquire", scope="sys")
-                    if stopped != 0:
-                        there = value
-    tl.debug_barrier()
-
-
-@triton.jit
-def _begin(words, window, rank):
-    return tl.load(words + rank * window + _EPOCH) + 1
-
-
-@triton.jit
-def _count_in(words, window, rank, epoch):
-    """The last program that has read the epoch ends it for the next kernel: while others are waited for, it costs
-    nothing."""
-    tl.debug_barrier()
-    state = words + rank * window + _EPOCH
-    counted = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
-    if counted == tl.num_programs(0) - 1:
-        tl.atomic_xchg(state + 1, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(state, epoch, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -177,15 +85,15 @@ def _arrived(place, words, window, rank, inside):
     while tl.min((got != 0).to(tl.int32), 0) == 0:
         got = tl.load(place, mask=inside, other=1, volatile=True)
         looks += 1
-        if looks % _LOOKS == 0:
-            stopped = tl.atomic_add(words + rank * window + _STOP, 0, sem="acquire", scope="sys")
+        if looks % LOOKS == 0:
+            stopped = tl.atomic_add(words + rank * window + STOP, 0, sem="acquire", scope="sys")
             if stopped != 0:
                 got = tl.full(got.shape, 1, got.dtype)
     tl.store(place, tl.zeros(got.shape, got.dtype), mask=inside)
     return got
 
 
-@triton.jit(do_not_specialize=_PER_LAUNCH)
+@triton.jit(do_not_specialize=PER_LAUNCH)
 def _sum_few_rows(
     total, parts, weight, behind, out, words, data, rank, rows, hidden, part_stride, epsilon, window, data_window,
     data_first, half, P: tl.constexpr, W: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -197,7 +105,7 @@ def _sum_few_rows(
     row, columns = tl.program_id(0), tl.arange(0, BLOCK)
     inside = columns < hidden
     wait()
-    epoch = _begin(words, window, rank)
+    epoch = begin(words, window, rank)
     inbox = data + data_first + (epoch % 2) * half
     own = _own(parts, row, part_stride, hidden, columns, inside, P).to(out.dtype.element_ty)
     sent = own.to(data.dtype.element_ty, bitcast=True)
@@ -206,7 +114,7 @@ def _sum_few_rows(
         if peer != rank:
             place = ((rank - (rank > peer).to(tl.int32)) * rows + row) * hidden
             tl.store(inbox + peer * data_window + place + columns, sent, mask=inside)
-    _count_in(words, window, rank, epoch)
+    count_in(words, window, rank, epoch)
     x = tl.zeros([BLOCK], tl.float32)
     for peer in tl.static_range(W):
         if peer == rank:
@@ -235,7 +143,7 @@ def _send_rows(
                     tl.store(inbox + peer * data_window + place + columns, x, mask=inside)
 
 
-@triton.jit(do_not_specialize=_PER_LAUNCH)
+@triton.jit(do_not_specialize=PER_LAUNCH)
 def _sum_one_shot(
     total, parts, weight, behind, out, words, data, rank, rows, hidden, part_stride, epsilon, window, data_window,
     data_first, half, P: tl.constexpr, W: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -247,25 +155,25 @@ def _sum_one_shot(
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     wait()
-    epoch = _begin(words, window, rank)
+    epoch = begin(words, window, rank)
     inbox = data + data_first + (epoch % 2) * half
     own_inbox = inbox + rank * data_window
     first, stride = tl.program_id(0), AT_ONCE * tl.num_programs(0)
-    value = epoch * _RUNS
+    value = epoch * RUNS
     _send_rows(inbox, parts, first, rows, rank, hidden, part_stride, data_window, columns, inside, P, W, AT_ONCE)
-    _signal(words, window, rank, 0, value, W)
-    _count_in(words, window, rank, epoch)
-    for begin in tl.range(first, rows, stride, num_stages=1):
-        if begin + stride < rows:
+    signal(words, window, rank, 0, value, W)
+    count_in(words, window, rank, epoch)
+    for start in tl.range(first, rows, stride, num_stages=1):
+        if start + stride < rows:
             _send_rows(
-                inbox, parts, begin + stride, rows, rank, hidden, part_stride, data_window, columns, inside, P, W,
+                inbox, parts, start + stride, rows, rank, hidden, part_stride, data_window, columns, inside, P, W,
                 AT_ONCE,
             )  # fmt: skip
-            _signal(words, window, rank, 0, value + 1, W)
-        _await(words, window, rank, 0, value, W)
+            signal(words, window, rank, 0, value + 1, W)
+        await_others(words, window, rank, 0, value, W)
         value += 1
         for index in tl.static_range(AT_ONCE):
-            row = begin + index * tl.num_programs(0)
+            row = start + index * tl.num_programs(0)
             if row < rows:
                 x = _own(parts, row, part_stride, hidden, columns, inside, P).to(inbox.dtype.element_ty).to(tl.float32)
                 x = _received(x, own_inbox + row * hidden, rows * hidden, columns, inside, rank, W)
@@ -281,7 +189,7 @@ def _all_received(source, stride, columns, inside, W: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=_PER_LAUNCH)
+@triton.jit(do_not_specialize=PER_LAUNCH)
 def _sum_two_shot(
     total, parts, weight, behind, out, words, data, rank, rows, hidden, part_stride, epsilon, window, data_window,
     data_first, half, P: tl.constexpr, W: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr,
@@ -293,7 +201,7 @@ def _sum_two_shot(
     inside = columns < hidden
     groups = tl.cdiv(rows, W)
     wait()
-    epoch = _begin(words, window, rank)
+    epoch = begin(words, window, rank)
     inbox = data + data_first + (epoch % 2) * half
     sums = inbox + W * groups * hidden
     own = inbox + rank * data_window
@@ -304,17 +212,17 @@ def _sum_two_shot(
             if row < rows:
                 x = _own(parts, row, part_stride, hidden, columns, inside, P).to(data.dtype.element_ty)
                 tl.store(inbox + owner * data_window + place + columns, x, mask=inside)
-    _signal(words, window, rank, 0, epoch * _RUNS, W)
-    _count_in(words, window, rank, epoch)
-    _await(words, window, rank, 0, epoch * _RUNS, W)
+    signal(words, window, rank, 0, epoch * RUNS, W)
+    count_in(words, window, rank, epoch)
+    await_others(words, window, rank, 0, epoch * RUNS, W)
     for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=1):
         row = group * W + rank
         if row < rows:
             x = _all_received(own + group * hidden, groups * hidden, columns, inside, W).to(data.dtype.element_ty)
             for peer in tl.static_range(W):
                 tl.store(sums + peer * data_window + row * hidden + columns, x, mask=inside)
-    _signal(words, window, rank, 1, epoch * _RUNS, W)
-    _await(words, window, rank, 1, epoch * _RUNS, W)
+    signal(words, window, rank, 1, epoch * RUNS, W)
+    await_others(words, window, rank, 1, epoch * RUNS, W)
     for group in tl.range(tl.program_id(0), groups, tl.num_programs(0), num_stages=1):
         for member in tl.static_range(W):
             row = group * W + member
@@ -323,52 +231,20 @@ def _sum_two_shot(
                 _normed(x, total, weight, behind, out, row, hidden, columns, inside, epsilon, BEHIND)
 
 
-@triton.jit(do_not_specialize=_PER_LAUNCH)
-def _gather_columns(
-    own, whole, words, data, rank, rows, width, first_columns, vocabulary, window, data_window, data_first, half,
-    W: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rank 0 gets the columns of all others. `width` is that of the widest, first_columns[W + 1] where each begins."""
-    wait()
-    epoch = _begin(words, window, rank)
-    inbox = data + data_first + (epoch % 2) * half
-    blocks = tl.cdiv(width, BLOCK)
-    first = tl.load(first_columns + rank)
-    count = tl.load(first_columns + rank + 1) - first
-    for item in tl.range(tl.program_id(0), rows * blocks, tl.num_programs(0), num_stages=1):
-        row, columns = item // blocks, (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(own + tl.cast(row, tl.int64) * count + columns, mask=columns < count)
-        if rank == 0:
-            tl.store(whole + tl.cast(row, tl.int64) * vocabulary + first + columns, x, mask=columns < count)
-        else:
-            tl.store(inbox + (rank * rows + row) * width + columns, x, mask=columns < count)
-    _signal(words, window, rank, 0, epoch * _RUNS, W)
-    _count_in(words, window, rank, epoch)
-    _await(words, window, rank, 0, epoch * _RUNS, W)
-    if rank == 0:
-        for item in tl.range(tl.program_id(0), rows * blocks, tl.num_programs(0), num_stages=1):
-            row, columns = item // blocks, (item % blocks) * BLOCK + tl.arange(0, BLOCK)
-            for peer in tl.static_range(1, W):
-                start = tl.load(first_columns + peer)
-                inside = columns < tl.load(first_columns + peer + 1) - start
-                x = tl.load(inbox + (peer * rows + row) * width + columns, mask=inside)
-                tl.store(whole + tl.cast(row, tl.int64) * vocabulary + start + columns, x, mask=inside)
-
-
-@triton.jit(do_not_specialize=_PER_LAUNCH)
+@triton.jit(do_not_specialize=PER_LAUNCH)
 def _share_tokens(tokens, words, data, rank, count, window, data_window, data_first, half, W: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     wait()
-    epoch = _begin(words, window, rank)
+    epoch = begin(words, window, rank)
     inbox = data + data_first + (epoch % 2) * half
     rows = tl.arange(0, BLOCK)
     if rank == 0:
         x = tl.load(tokens + rows, mask=rows < count)
         for peer in tl.static_range(1, W):
             tl.store(inbox + peer * data_window + rows, x, mask=rows < count)
-    _signal(words, window, rank, 0, epoch * _RUNS, W)
-    _count_in(words, window, rank, epoch)
-    _await(words, window, rank, 0, epoch * _RUNS, W)
+    signal(words, window, rank, 0, epoch * RUNS, W)
+    count_in(words, window, rank, epoch)
+    await_others(words, window, rank, 0, epoch * RUNS, W)
     if rank != 0:
         x = tl.load(inbox + rank * data_window + rows, mask=rows < count)
         tl.store(tokens + rows, x, mask=rows < count)
@@ -391,7 +267,7 @@ def add_norm_ranks(
     row_bytes, ranks = hidden * out_TH.itemsize, windows.ranks
     if rows <= _FEW_ROWS and rows * (ranks - 1) * row_bytes <= FEW_BYTES:
         _sum_few_rows[(rows,)](
-            sum_TH, parts_PTH, weight_H, behind_H, out_TH, *_windows(windows, _INTEGERS[out_TH.itemsize]),
+            sum_TH, parts_PTH, weight_H, behind_H, out_TH, *views_of(windows, _INTEGERS[out_TH.itemsize]),
             windows.rank, rows, hidden, parts_PTH.stride(0), epsilon, *_few_places(windows, out_TH.itemsize),
             P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden),
             num_warps=_WARPS, launch_pdl=supports_pdl(sum_TH.device),
@@ -408,53 +284,11 @@ def add_norm_ranks(
         programs = min(most, count if one_shot else -(-count // ranks))
         options = {"AT_ONCE": 1 if count <= 2 * most else _AT_ONCE} if one_shot else {}
         (_sum_one_shot if one_shot else _sum_two_shot)[(programs,)](
-            sum_TH[first:], parts_PTH[:, first:], weight_H, behind_H, out_TH[first:], *_windows(windows, out_TH.dtype),
-            windows.rank, count, hidden, parts_PTH.stride(0), epsilon, *_places(windows, out_TH.itemsize),
+            sum_TH[first:], parts_PTH[:, first:], weight_H, behind_H, out_TH[first:], *views_of(windows, out_TH.dtype),
+            windows.rank, count, hidden, parts_PTH.stride(0), epsilon, *places_of(windows, out_TH.itemsize),
             P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden), **options,
-            num_warps=_WARPS, maxnreg=_REGISTERS, launch_pdl=supports_pdl(sum_TH.device),
+            num_warps=_WARPS, maxnreg=REGISTERS, launch_pdl=supports_pdl(sum_TH.device),
         )  # fmt: skip
-
-
-def max_programs(device: torch.device) -> int:
-    """How many programs of an exchange a device certainly runs at once."""
-    if device.type != "cuda":
-        return PROGRAMS
-    return min(PROGRAMS, 2 * torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def gather_columns(windows: RankWindows, own_RV: Tensor, firsts_W1: Tensor, first_columns: list[int]) -> Tensor:
-    """On rank 0 all columns [R, V], of which each rank has those from first_columns[rank] to first_columns[rank + 1];
-    `firsts_W1` are these numbers, int32 on the device. On others their own."""
-    rows, count = own_RV.shape
-    rank, vocabulary = windows.rank, first_columns[-1]
-    assert own_RV.is_contiguous()
-    assert count == first_columns[rank + 1] - first_columns[rank]
-    assert firsts_W1.dtype == torch.int32
-    width = max(last - first for first, last in pairwise(first_columns))
-    whole_RV = own_RV.new_empty(rows, vocabulary) if rank == 0 else own_RV
-    run = windows.half_bytes // (windows.ranks * width * own_RV.itemsize)
-    assert run > 0, "windows that hold no row of the logits"
-    for first in range(0, rows, run):
-        part = min(run, rows - first)
-        programs = min(max_programs(own_RV.device), part * triton.cdiv(width, _COLUMNS))
-        _gather_columns[(programs,)](
-            own_RV[first:], whole_RV[first:], *_windows(windows, own_RV.dtype), rank, part, width, firsts_W1,
-            vocabulary, *_places(windows, own_RV.itemsize), W=windows.ranks, BLOCK=_COLUMNS, num_warps=8,
-            maxnreg=2 * _REGISTERS,
-            launch_pdl=supports_pdl(own_RV.device),
-        )  # fmt: skip
-    return whole_RV
-
-
-def share_tokens(windows: RankWindows, tokens_R: Tensor) -> None:
-    """Gives all ranks the tokens of rank 0."""
-    assert tokens_R.dtype == torch.int32
-    assert tokens_R.nbytes <= windows.half_bytes
-    count = len(tokens_R)
-    _share_tokens[(1,)](
-        tokens_R, *_windows(windows, torch.int32), windows.rank, count, *_places(windows, 4), W=windows.ranks,
-        BLOCK=triton.next_power_of_2(count), num_warps=4, launch_pdl=supports_pdl(tokens_R.device),
-    )  # fmt: skip
 
 
 def _run_rows(windows: RankWindows, row_bytes: int) -> int:
@@ -464,18 +298,18 @@ def _run_rows(windows: RankWindows, row_bytes: int) -> int:
     return groups * windows.ranks
 
 
-def _windows(windows: RankWindows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The windows' flags and their data."""
-    return windows.words(), windows.memory_WB.view(-1).view(dtype)
-
-
-def _places(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int]:
-    """Words of a window; then in numbers of a dtype: a window, where the data begin, and a half."""
-    size = windows.memory_WB.shape[1]
-    return size // 8, size // itemsize, DATA_BEGINS // itemsize, windows.half_bytes // itemsize
-
-
 def _few_places(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int]:
     """The same of few rows."""
     size = windows.memory_WB.shape[1]
     return size // 8, size // itemsize, HEAD_BYTES // itemsize, FEW_BYTES // itemsize
+
+
+def share_tokens(windows: RankWindows, tokens_R: Tensor) -> None:
+    """Gives all ranks the tokens of rank 0."""
+    assert tokens_R.dtype == torch.int32
+    assert tokens_R.nbytes <= windows.half_bytes
+    count = len(tokens_R)
+    _share_tokens[(1,)](
+        tokens_R, *views_of(windows, torch.int32), windows.rank, count, *places_of(windows, 4), W=windows.ranks,
+        BLOCK=triton.next_power_of_2(count), num_warps=4, launch_pdl=supports_pdl(tokens_R.device),
+    )  # fmt: skip

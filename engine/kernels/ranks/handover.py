@@ -21,10 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.pdl import supports_pdl, wait
-from engine.kernels.ranks.exchange import ABORT_WORD, PROGRAMS
+from engine.kernels.ranks.windows import ABORT_WORD
 
 HEAD_BYTES: Final = 4 << 10
 MAIL_BYTES: Final = 2 << 20
+PROGRAMS: Final = 128  # fewer than the multiprocessors of any GPU that has peers
 _WARPS: Final = 8
 _PER_LAUNCH: Final = ["own", "other", "rows", "first", "mails"]  # one kernel serves all ranks, and any number of rows
 

@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.kernels.ranks.exchange import RankWindows, gather_columns
+from engine.kernels.ranks.gather import gather_columns
+from engine.kernels.ranks.windows import RankWindows
 from engine.kernels.sampling.draw import CHUNK, choose, draw_chunks
 from engine.layers.rank_shard import RankShard
 

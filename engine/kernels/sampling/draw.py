@@ -202,8 +202,8 @@ def draw(step: Tensor, logits_RV: Tensor, tokens_R: Tensor, cutoffs: tuple[Tenso
 def draw_chunks(
     step: Tensor, logits_RV: Tensor, cutoffs: tuple[Tensor, Tensor] | None = None, first: int = 0
 ) -> Tensor:
-    """The best of each chunk of the vocabulary, int64 [R, C], for `choose`. Of a vocabulary that is cut, the logits
-    are those from `first` on, and have no cutoffs."""
+    """The best of each chunk of the vocabulary, int64 [R, C], for `choose`. Where a
+    vocabulary is cut, the logits are those from `first` on, and have no cutoffs."""
     rows, vocabulary = logits_RV.shape
     _check(step, logits_RV)
     assert cutoffs is None or not first

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import block_copies
+from engine.kernels.ranks import block_copies
 from engine.kvcache.device_exchange import DeviceBlockExchange
 from engine.kvcache.tensors import KVPool, KVShape
 from engine.memory.streams import DeviceStream

@@ -19,13 +19,11 @@ from triton.compiler import ASTSource
 
 from engine.kernels import reference as ops
 from engine.kernels.ranks import exchange as rank_exchange
-from engine.kernels.ranks.exchange import (
-    DATA_BEGINS,
-    RankWindows,
-    add_norm_ranks,
-    gather_columns,
-    share_tokens,
-)
+from engine.kernels.ranks import gather as rank_gather
+from engine.kernels.ranks import windows as rank_windows
+from engine.kernels.ranks.exchange import add_norm_ranks, share_tokens
+from engine.kernels.ranks.gather import gather_columns
+from engine.kernels.ranks.windows import DATA_BEGINS, EPOCH_WORD, RankWindows
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="processes of a CPU; test_exchange_gpu.py has GPUs")
 EPSILON = 1e-5
@@ -144,8 +142,8 @@ def test_exchanges_of_all_sizes_follow_one_another_in_both_halves(ranks: int, mo
     assert torch.equal(results[0], results[1])
     torch.testing.assert_close(results[0], expected(given[-1], torch.float32, two_shot=False))
     epochs = (
-        each[0].words()[rank_exchange._STATE],
-        each[1].words()[each[1].memory_WB.shape[1] // 8 + rank_exchange._STATE],
+        each[0].words()[EPOCH_WORD],
+        each[1].words()[each[1].memory_WB.shape[1] // 8 + EPOCH_WORD],
     )
     assert epochs[0] == epochs[1] > len(given)  # some went in runs
 
@@ -154,16 +152,16 @@ def test_exchanges_of_all_sizes_follow_one_another_in_both_halves(ranks: int, mo
 def test_epochs_pass_what_32_bits_hold(epoch: int) -> None:
     each = windows(2)
     for one in each:
-        one.memory_WB[one.rank].view(torch.int64)[rank_exchange._STATE] = epoch
+        one.memory_WB[one.rank].view(torch.int64)[EPOCH_WORD] = epoch
     given = [made(2, rows=2, seed=seed) for seed in range(4)]
     results = summed(each, given)
     torch.testing.assert_close(results[1], expected(given[-1], torch.float32, two_shot=False))
-    assert each[0].words()[rank_exchange._STATE] == epoch + 4
+    assert each[0].words()[EPOCH_WORD] == epoch + 4
 
 
 def test_programs_that_were_not_used_for_long_wait_for_the_present_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_exchange, "_FEW_ROWS", 0)
-    monkeypatch.setattr(rank_exchange, "PROGRAMS", 3)  # rows go round among three programs, several at once
+    monkeypatch.setattr(rank_windows, "PROGRAMS", 3)  # rows go round among three programs, several at once
     given = [made(2, rows, seed=seed) for seed, rows in enumerate((16, 1, 1, 1, 7, 5))]
     results = summed(windows(2), given)
     assert torch.equal(results[0], results[1])
@@ -247,7 +245,7 @@ def compiled() -> None:
         (rank_exchange._sum_few_rows, {**sums, "data": "*i16"}, summing),
         (rank_exchange._sum_one_shot, sums, {**summing, "AT_ONCE": 2}),
         (rank_exchange._sum_two_shot, sums, summing),
-        (rank_exchange._gather_columns, gathers, {"W": 2, "BLOCK": 2048}),
+        (rank_gather._gather_columns, gathers, {"W": 2, "BLOCK": 2048}),
         (rank_exchange._share_tokens, shares, {"W": 2, "BLOCK": 512}),
     ):
         names = kernel.arg_names

@@ -15,8 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.ranks import exchange, handover
-from engine.kernels.ranks.exchange import RankWindows
 from engine.kernels.ranks.handover import StageWindows, hand_on, mails_bytes, take_over
+from engine.kernels.ranks.windows import RankWindows
 from engine.kernels.rms_norm import add_norm
 from tests.engine.kernels.ranks.test_exchange import on_all
 

@@ -1,4 +1,4 @@
-"""engine/kernels/block_copies.py: blocks go out of a pool and come back to the bit, and what changed is summed up
+"""engine/kernels/ranks/block_copies.py: blocks go out of a pool and come back to the bit, and what changed is summed up
 otherwise."""
 
 import os
@@ -14,7 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels import block_copies, reference
+from engine.kernels import reference
+from engine.kernels.ranks import block_copies
 from tests.support.steps import DEVICE
 
 MODULES = pytest.mark.parametrize("copies", [block_copies, reference], ids=["kernel", "reference"])
@@ -101,7 +102,7 @@ def test_one_bit_two_words_and_swapped_words_are_noticed(copies: Any) -> None:
 
 def test_kernels_compile_for_a_gpu_and_move_16_bytes_at_once() -> None:
     """A new process compiles them for an H100, without one; the interpreter would take them here."""
-    program = "from tests.engine.kernels.test_block_copies import compiled; compiled()"
+    program = "from tests.engine.kernels.ranks.test_block_copies import compiled; compiled()"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.getcwd()}
     said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.splitlines() == ["ld.global.v2 st.global.v2", "ld.global.v2", "ld.global.v2 st.global.v2"]
