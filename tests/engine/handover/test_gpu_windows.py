@@ -45,7 +45,7 @@ def take_in(peer: socket.socket) -> dict[str, object]:
     socket.send_fds(peer, [b"w"], [window.descriptor])
     sums = json.loads(peer.recv(1 << 16))
     compared = window.checksums(0, len(IDS)) == sums
-    pool.words_LNW.zero_()
+    pool.words_LNW[:, :BLOCKS].zero_()
     window.pull(0, list(range(len(IDS))))
     torch.cuda.synchronize()
     came = torch.tensor(IDS, device="cuda:0") + BLOCKS * torch.arange(SHAPE.layers, device="cuda:0")[:, None]
