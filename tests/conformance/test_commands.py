@@ -1,4 +1,5 @@
-"""The commands of the first pages and of those about teams, each run as it stands there, and what it prints judged."""
+"""The commands of the pages, each run as it stands there, and what it prints judged; and by name those that cannot run
+here, with the reason."""
 
 import json
 import os
@@ -14,15 +15,38 @@ from typing import Final
 
 import pytest
 
+from gateway.config import Config, load_config
 from tests.conformance.server import EMBER_FOLDER, Target
-from tests.end_to_end.conftest import run_hearth
+from tests.end_to_end.conftest import run_hearth, serving
 from tests.support import hub
 
 ROOT: Final = Path(__file__).parents[2]
 SHELL: Final = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MODEL: Final = "Qwen/Qwen3-0.6B"
 GREETING: Final = "Hello! Who are you?\n"
-ELSEWHERE: Final = ("make ", "pip ", "packages=", "hearth serve")  # what sets up and serves is tested by those who do
+
+# Commands that are not run here, by how they begin, and why not.
+ELSEWHERE: Final[Mapping[str, str]] = {
+    "make image": "it takes a Docker daemon; tests/test_compose.py reads what it would build of",
+    "docker run": "it takes a Docker daemon",
+    "make ": "it sets up a checkout, and serves without end: benchmarks/gateway/first_answer.py",
+    "pip install": "it takes an index, and gigabytes: tests/test_distribution.py installs the wheel",
+    "uv tool install": "the same",
+    "packages=": "it names what pip installed: tests/end_to_end/test_imported.py goes on with it",
+    "hearth serve": "it serves without end: tests/end_to_end does little else",
+}
+# Pages whose commands others run, and pages of which others run what comes after some blocks.
+BY_OTHERS: Final[Mapping[str, str]] = {
+    "docs/many-hosts.md": "tests/end_to_end/test_many_hosts.py, on hosts of a network of their own",
+    "docs/examples.md": "tests/conformance/test_examples.py",
+}
+BLOCKS: Final[Mapping[str, int]] = {"docs/models.md": 1}  # the others import GGUF: end_to_end/test_imported.py
+BESIDE_A_SERVER: Final = (
+    *("README.md", "docs/first-call.md", "docs/first-team.md", "docs/first-model.md", "docs/models.md"),
+    *("docs/deploy.md", "docs/install.md"),
+)
+WITHOUT_A_SERVER: Final = ("docs/tenants.md", "docs/operations.md", "docs/weights.md", "docs/regions.md")
+WITH_ITS_OWN_SERVER: Final = ("docs/standby.md",)
 
 # What a command prints, by how it begins; the first that fits is meant.
 LIMITS: Final = r"requests_per_minute +600 .*neurons_per_month +5,000,000"
@@ -72,7 +96,33 @@ PRINTS: Final[Mapping[str, str]] = {
     "hearth models show": r"name +@hf/Qwen/Qwen3-0.6B.*memory +\d",
     "hearth doctor": r"ok +store.*ok +model +@cf/hearth/ember: .*, context 8,192",
     "hearth top": r"replicas on a device.*@cf/hearth/ember +device",
+    "hearth systemd --config": r"^$",  # into a file, which the test reads
+    "hearth systemd --gateway": r"ExecStart=\S+hearth gateway [^\n]*--state \S+\n",
+    "hearth systemd --machine": r"ExecStart=\S+hearth machine [^\n]*--state \S+\n",
+    "hearth kubernetes --namespace ml": r"kind: DaemonSet.*namespace: ml.*image: registry.example.com/hearth:1",
+    "hearth kubernetes --helm": r"wrote a chart to charts/hearth",
+    "hearth cluster init": r"founded the cluster eu; this host is the gateway \S+ \(region eu-west\)",
 }
+# The same of one page, where others use the command for something else.
+PRINTS_OF: Final[Mapping[str, Mapping[str, str]]] = {
+    "docs/weights.md": {
+        "hearth models compress models/assistant models/assistant-12 --dry-run": r"no matrix.*would be in 12 bits",
+        "hearth models compress models/assistant": r"are in 12 bits.*`hearth models add NAME models/assistant-12`",
+        "hearth models expand": r"1 file of weights as they were, every sum as it was noted",
+        "hearth models add": r"of weights, whole; .*; it answered a prompt",
+        "hearth models compress @hf/meta-llama/Llama-3.1-8B-Instruct /srv/models/llama-12 --dry-run": r"would be in 12",
+        "hearth models compress @hf/meta-llama/Llama-3.1-8B-Instruct": r"are in 12 bits.*`hearth models add NAME",
+        "hearth models show": r"name +@cf/acme/llama.*compressed +12 bits, [\d.]+% of the numbers",
+    },
+    "docs/standby.md": {
+        "hearth top": r"host memory .* of 93.1 GiB.*@cf/acme/assistant +device.*@cf/acme/notes +device",
+        "hearth models list": r"@cf/acme/assistant .* live.*@cf/acme/notes .* live",
+        "hearth doctor": r"ok +memory +.* for models.*ok +machine +local: @cf/acme/assistant: device",
+        "hearth models warm": r"@cf/acme/assistant: .* prepared.*@cf/acme/notes: .* prepared",
+    },
+}
+# What a page calls by name: this Hearth, and in place of what is not here, a program that prints what it is given.
+PROGRAMS: Final = f'hearth() {{ {shlex.quote(sys.executable)} -m gateway.cli "$@"; }}\nkubectl() {{ cat; }}'
 PLACEHOLDERS: Final = {  # words of the pages, and where they were printed
     "TOKEN_ID": r"hearth_(\w{11})_",
     "SEAL": r'"head": "([0-9a-f]{64})"',
@@ -88,13 +138,14 @@ class Shell:
     variables: dict[str, str] = field(default_factory=dict)
     printed: str = ""
 
-    def walk(self, page: str, blocks: int | None = None) -> None:
+    def walk(self, page: str) -> None:
         """Runs all commands of a page. Fails the test where one fails, or prints something else."""
-        wrong = []
-        for command in commands(page, blocks):
+        own = PRINTS_OF.get(page, {})
+        wrong, prints = [], {**own, **PRINTS, **own}  # its own are looked at first
+        for command in commands(page, BLOCKS.get(page)):
             printed, status = self.run(command)
             answer = "".join(re.findall(r'"response":"([^"]*)"', printed))  # the pieces of a stream
-            expected = next((text for start, text in PRINTS.items() if command.startswith(start)), "nobody judges it")
+            expected = next((text for start, text in prints.items() if command.startswith(start)), "nobody judges it")
             refused = "is there already; --force" in expected
             if status != refused or not re.search(expected, printed + answer, re.DOTALL):
                 wrong.append(f"{command}{printed}")
@@ -106,10 +157,11 @@ class Shell:
             if name in command:
                 command = command.replace(name, re.findall(place, self.printed)[-1])
         command = command.replace(".venv/bin/hearth", "hearth").replace("/var/backups", str(self.folder))
+        command = re.sub(r"(?<![\w.])/(?=(etc|srv|var/lib)/)", f"{self.folder}/", command)
         if "scripts say --yes" in command:  # there is no terminal that could ask
             command = command.replace("#", "--yes #", 1)
         done = subprocess.run(
-            ["bash", "-euc", f'hearth() {{ {shlex.quote(sys.executable)} -m gateway.cli "$@"; }}\n{command}'],
+            ["bash", "-euc", f"{PROGRAMS}\n{command}"],
             cwd=self.folder, env={**os.environ, **self.variables}, input=GREETING if "hearth chat" in command else "",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
         )  # fmt: skip
@@ -128,9 +180,17 @@ def commands(page: str, blocks: int | None = None) -> Iterator[str]:
                 continue
             if command.endswith("\\\n"):
                 continue
-            if words and not command.startswith(ELSEWHERE):
+            if words and not command.startswith(tuple(ELSEWHERE)):
                 yield command
             command = ""
+
+
+def settings_of(page: str, folder: Path) -> Config:
+    """What all settings on a page are together, read as those of a folder."""
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    path = folder / "hearth.toml"
+    path.write_text("\n".join(blocks))
+    return load_config(path)
 
 
 def yaml_of(page: str) -> str:
@@ -156,23 +216,66 @@ def shell(hearth_target: Target) -> Iterator[Shell]:
             run_hearth(folder, "models", "remove", model["name"], "--wait")
 
 
-@pytest.mark.parametrize(
-    ("page", "blocks"),
-    [
-        *(("README.md", None), ("docs/first-call.md", None), ("docs/first-team.md", None)),
-        *(("docs/first-model.md", None), ("docs/models.md", 1)),  # the others import GGUF: end_to_end/test_imported.py
-    ],
-)
-def test_a_page_works_beside_a_server_as_it_is_written(shell: Shell, page: str, blocks: int | None) -> None:
-    if page == "README.md":  # which asks what became of a request
+@pytest.mark.parametrize("page", BESIDE_A_SERVER)
+def test_a_page_works_beside_a_server_as_it_is_written(shell: Shell, page: str) -> None:
+    if page in ("README.md", "docs/deploy.md"):  # which ask what became of a request
         call = """curl -si "$HEARTH/ai/run/ember" -H "Authorization: Bearer $TOKEN" -d '{"prompt": "Hello!"}'"""
         assert shell.run(call)[1] == 0
-    shell.walk(page, blocks)
+    (shell.folder / "etc" / "systemd" / "system").mkdir(parents=True, exist_ok=True)
+    shutil.copy(shell.folder / "hearth.toml", shell.folder / "etc")
+    shell.walk(page)
+    if page == "docs/deploy.md":
+        unit = (shell.folder / "etc" / "systemd" / "system" / "hearth.service").read_text()
+        assert re.search(r"User=hearth\n", unit)
+        assert re.search(r"ExecStart=\S+hearth serve .*--config \S+/etc/hearth.toml", unit)
 
 
-@pytest.mark.parametrize("page", ["docs/tenants.md", "docs/operations.md"])
+@pytest.mark.parametrize("page", WITHOUT_A_SERVER)
 def test_a_page_works_without_a_server_as_it_is_written(tmp_path: Path, page: str) -> None:
     if "tenants" in page:  # which removes whom teams.yaml does not name
         run_hearth(tmp_path, "accounts", "create", "first")
     (tmp_path / "teams.yaml").write_text(yaml_of("docs/tenants.md"))
+    if "weights" in page:  # the built-in model in the place of those that it compresses
+        shutil.copytree(EMBER_FOLDER, tmp_path / "models" / "assistant")
+        run_hearth(tmp_path, "models", "add", "@hf/meta-llama/Llama-3.1-8B-Instruct", "models/assistant")
+        (tmp_path / "srv" / "models").mkdir(parents=True)
+        (tmp_path / "srv" / "share").mkdir()
     Shell(tmp_path).walk(page)
+    if "weights" in page:
+        weights = (EMBER_FOLDER / "model.safetensors").read_bytes()
+        for again in ("models/assistant-again", "srv/models/llama"):
+            assert (tmp_path / again / "model.safetensors").read_bytes() == weights
+
+
+def test_models_that_take_turns_are_served_as_the_page_says(tmp_path: Path) -> None:
+    (page,) = WITH_ITS_OWN_SERVER
+    for name in ("assistant", "notes"):
+        shutil.copytree(EMBER_FOLDER, tmp_path / "models" / name)
+    config = settings_of(page, tmp_path)
+    assert (config.machine.device_bytes, config.machine.memory_bytes) == (40_000_000_000, 100_000_000_000)
+    pinned, other = (model for model in config.models if model.name.startswith("@cf/acme/"))
+    assert (pinned.pinned, other.pinned, other.priority, other.wake_s) == (True, False, 2.0, 1.0)
+    settings = (tmp_path / "hearth.toml").read_text()
+    with serving(tmp_path, settings.removeprefix("[machine]\n")):  # which begins with that line itself
+        Shell(tmp_path).walk(page)
+
+
+def test_the_settings_of_pages_say_what_the_pages_say(tmp_path: Path) -> None:
+    config = settings_of("docs/deploy.md", tmp_path)
+    assert (config.log.format, config.log.level, config.log.files) == ("json", "warning", 9)
+    assert config.server.metrics_networks == ("127.0.0.0/8", "10.2.0.0/16")
+    (tmp_path / "us").mkdir()
+    run_hearth(tmp_path / "us", "cluster", "init", "--cluster", "us", "--region", "us-east")
+    shutil.copy(tmp_path / "us" / ".hearth" / "identity" / "authority.pem", tmp_path / "us-authority.pem")
+    (cell,) = settings_of("docs/regions.md", tmp_path).cells.others
+    assert (cell.name, len(cell.addresses)) == ("us", 2)
+
+
+def test_each_page_with_commands_is_run_and_each_reason_not_to_run_one_is_of_use() -> None:
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    with_commands = {str(path.relative_to(ROOT)) for path in paths if "```sh" in path.read_text()}
+    run = {*BESIDE_A_SERVER, *WITHOUT_A_SERVER, *WITH_ITS_OWN_SERVER}
+    assert with_commands == run | BY_OTHERS.keys()
+    assert not run & BY_OTHERS.keys()
+    lines = [line for page in run for block in SHELL.findall((ROOT / page).read_text()) for line in block.splitlines()]
+    assert [start for start in ELSEWHERE if not any(line.startswith(start) for line in lines)] == []
