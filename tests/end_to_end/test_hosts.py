@@ -10,14 +10,17 @@ import pytest
 
 from gateway.cluster import replica_links
 from tenants.records.grants import Grant, Permission
+from tests.support import network
 from tests.support.redis_server import RedisServer
 from tests.support.served_gateway import looped, served
-from tests.support.stamp_hosts import StampHost, stamp_hosts
+from tests.support.stamp_hosts import StampHost, cluster_of, stamp_hosts
 from tests.support.stream_crowd import Heard, all_serve, crowd, fleet_of
 from tests.support.waiting import until
 
 STREAMS = 12
 FAULTS: dict[str, Callable[[StampHost], None]] = {"killed": StampHost.kill, "frozen": StampHost.freeze}
+FAULTS_APART = {**FAULTS, "cut off": StampHost.cut}
+apart = pytest.mark.skipif(not network.possible(), reason="it takes root on Linux to make network namespaces")
 
 
 def texts(heard: Sequence[Heard]) -> list[tuple[str, str]]:
@@ -44,6 +47,54 @@ def test_streams_of_a_host_that_is_lost_go_on_elsewhere(fault: str, tmp_path: Pa
                 assert {record.completion_tokens for record in await gateway.records()} == {150}
 
     call()
+
+
+@apart
+@looped
+async def test_streams_of_hosts_behind_porters_go_on_elsewhere_however_one_is_lost(tmp_path: Path) -> None:
+    with stamp_hosts(tmp_path, 3, apart=True) as hosts:
+        machines = [host.address for host in hosts]
+        assert {address.partition(":")[0] for address in machines} == {"tls"}
+        async with served(tmp_path, machines=machines, cluster=cluster_of(tmp_path)) as gateway:
+            await all_serve(gateway, 3)
+            calm = await crowd(gateway, STREAMS)
+            for fault, host in zip(FAULTS_APART.values(), hosts, strict=True):
+                (entry,) = fleet_of(gateway)._machines[host.address].replicas.values()
+                running = asyncio.create_task(crowd(gateway, STREAMS))
+                await until(lambda entry=entry: entry.connection is not None and entry.connection.regions)
+                await asyncio.to_thread(fault, host)
+                assert texts(await running) == texts(calm)
+                await asyncio.to_thread(host.kill)
+                host.start()
+                await until(lambda entry=entry: entry.connection is None or entry.silent)
+                await all_serve(gateway, 3)
+            await gateway.settled()
+            records = await gateway.records()
+            assert {(record.outcome, record.completion_tokens) for record in records} == {("done", 150)}
+            assert len(records) == 4 * STREAMS
+
+
+@apart
+@looped
+async def test_a_host_behind_a_porter_is_upgraded_under_streams(tmp_path: Path) -> None:
+    with stamp_hosts(tmp_path, 2, apart=True) as hosts:
+        machines = [host.address for host in hosts]
+        async with served(tmp_path, machines=machines, cluster=cluster_of(tmp_path)) as gateway:
+            await all_serve(gateway, 2)
+            calm, fleet, host = await crowd(gateway, STREAMS), fleet_of(gateway), hosts[0]
+            machine = fleet._machines[host.address]
+            (entry,) = machine.replicas.values()
+            running = asyncio.create_task(crowd(gateway, STREAMS))
+            await until(lambda: entry.connection is not None and entry.connection.regions)
+            fleet.drain(host.name, drained=True)
+            await until(lambda: machine.report.draining and not (entry.connection and entry.connection.regions))
+            await host.end()
+            assert texts(await running) == texts(calm)
+            host.start()
+            await until(lambda: machine.connection is not None and machine.report.draining)
+            fleet.drain(host.name, drained=False)
+            await all_serve(gateway, 2)
+            assert texts(await crowd(gateway, STREAMS)) == texts(calm)
 
 
 @pytest.mark.parametrize("thawed", [False, True])
