@@ -33,7 +33,7 @@ def test_every_shape_gives_rows_and_a_picture(tmp_path: Path, capsys: pytest.Cap
         assert row.keys() == FIELDS
         assert row["value"] >= 0 or row["unit"] == "%", "only a cost may be less than nothing"
         assert row["peer"] is None, "vLLM was measured with another geometry"
-        assert row["unit"] in {"ms", "tok/s", "s", "x", "µs", "%", "tokens a step"}
+        assert row["unit"] in {"ms", "tok/s", "s", "x", "µs", "%", "GiB", "tokens a step"}
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "ratio" in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ from engine.handover.dial import dial
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.staging import StagingArea
+from engine.handover.transport import HostPiece
 from engine.protocol.address import machine_address
 from engine.protocol.connection import listen
 from gateway.identity.files import HostFiles
@@ -53,8 +54,10 @@ class TwoHosts:
             if (piece := sender.piece(min(sender.max_run, BLOCKS - sender.pushed))) is None:
                 await turns()
                 continue
-            piece[:] = bytes(range(256)) * (len(piece) // 256)
-            sender.push([b"n" * 32] * (len(piece) // BLOCK_BYTES), piece)
+            assert isinstance(piece, HostPiece)
+            size = len(piece.view)
+            piece.view[:] = bytes(range(256)) * (size // 256)
+            sender.push([b"n" * 32] * (size // BLOCK_BYTES), piece)
         sender.seal()
         await until(lambda: sender.ended, 20, "it ends")
         return sender
