@@ -69,7 +69,7 @@ def kv_of_canary(turns: Turns) -> bytes:
     assert isinstance(memory, CpuKVGroup)
     assert sequence.namespace is not None
     lease = kv.tree.match(sequence.namespace, array("I", CANARY), sequence.retention)
-    rows: bytes = memory.pool._words[1, blocks_of(lease.blocks)[4]].numpy().tobytes()
+    rows: bytes = memory.pool.words_LNW[1, blocks_of(lease.blocks)[4]].numpy().tobytes()
     kv.tree.release(lease)
     return rows
 

@@ -119,7 +119,7 @@ def test_a_canary_is_gone_from_host_memory_when_its_scope_is_wiped(tiered: Turns
     assert isinstance(memory, CpuKVGroup)
     assert sequence.namespace is not None
     lease = kv.tree.match(sequence.namespace, array("I", CANARY), sequence.retention)
-    canary = memory.pool._words[1, blocks_of(lease.blocks)[4]].numpy().tobytes()
+    canary = memory.pool.words_LNW[1, blocks_of(lease.blocks)[4]].numpy().tobytes()
     kv.tree.release(lease)
     assert not tiered.holds(canary), "the control: it is on the device alone"
     tiered.place(Residency.MEMORY)
