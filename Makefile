@@ -81,7 +81,7 @@ sanitize-gpu: .venv/.dev
 		$(BIN)/pytest -q -m 'not gpu' tests/engine/kernels/sampling/test_draw.py tests/engine/kernels/test_attention.py
 
 # Without a GPU, and without those that run for hours or need a peer of their own.
-BENCHMARKS = $(filter-out %.__init__ %.attention %.chaos %.fp8 %.host_kv %.rank_kills %.ranks %.sleep_cycles %.dfloat11 %.lossless %.sampling %.standby %.tuple_simulation %.turns, \
+BENCHMARKS = $(filter-out %.__init__ %.attention %.chaos %.fp8 %.fp8_matmuls %.handovers %.host_kv %.rank_kills %.ranks %.sleep_cycles %.dfloat11 %.lossless %.sampling %.standby %.tuple_simulation %.turns, \
 	$(subst /,.,$(basename $(wildcard benchmarks/gateway/*.py benchmarks/scheduling/*.py benchmarks/tenants/*.py \
 	benchmarks/engine/*.py benchmarks/bf12/*.py))))
 bench: .venv/.dev .venv/.bench

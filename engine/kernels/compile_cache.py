@@ -102,7 +102,8 @@ def _copy(source: Path, target: Path) -> None:
                     (copy / file.name).write_bytes(_relocated(file, target))
             os.replace(copy, target)  # where the target is a folder, it must be empty
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        log.info("a compiled kernel was not copied to %s: %s", target, error)
+        if not target.is_dir():  # nobody else has copied it meanwhile, as another rank does
+            log.info("a compiled kernel was not copied to %s: %s", target, error)
 
 
 def _relocated(file: Path, target: Path) -> bytes:
