@@ -226,6 +226,7 @@ class OutgoingHandover:
             if item is None:
                 return False
             if isinstance(item, HandoverSeal):
+                transport.seal()
                 channel.send(item)
                 took_us = transport.took_us
                 answer: BlocksTaken | HandoverSealed = channel.receive(BlocksTaken, HandoverSealed)

@@ -194,7 +194,11 @@ class StagingArea:
         """Lets go of those whose lease is over, and returns their ids. What still comes is its connection's."""
         now = self._clock()
         with self._lock:
-            lapsed = [staged for staged in self._held.values() if staged.sealed and staged.lapses_s <= now]
+            lapsed = [
+                staged
+                for staged in self._held.values()
+                if staged.sealed and staged.on_release is not None and staged.lapses_s <= now
+            ]
         for staged in lapsed:
             self.counters["lapsed"] += 1
             staged.whole = 0
@@ -207,7 +211,7 @@ class StagingArea:
             in_windows = [staged for staged in self._held.values() if staged.memory.in_window]
         for staged in in_windows:
             staged.whole, staged.revoked = 0, True
-            if staged.sealed:
+            if staged.sealed and staged.on_release is not None:
                 self.counters["lapsed"] += 1
                 staged.release()
 

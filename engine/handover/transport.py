@@ -54,6 +54,9 @@ class Transport(Protocol):
         """Gives the receiver a piece, and waits where it is behind with earlier ones. Raises HandoverLost and
         HandoverError."""
 
+    def seal(self) -> None:
+        """Notes, before the receiver is told, that all is sent: from then on it may read what came."""
+
     def close(self) -> None:
         """Lets go of the memory."""
 
@@ -150,6 +153,9 @@ class SocketTransport:
             piece.view.release()
             self._free.append(memoryview(whole))
 
+    def seal(self) -> None:
+        """The receiver has what was sent."""
+
     def close(self) -> None:
         with self._lock:
             self._free.clear()
@@ -189,6 +195,9 @@ class SharedMemoryTransport:
         with self._lock:
             self._waiting -= 1
 
+    def seal(self) -> None:
+        """The receiver has what was sent."""
+
     def close(self) -> None:
         """The mapping goes with its last view."""
 
@@ -205,6 +214,7 @@ class WindowTransport:
         self._runs = _Unanswered(channel)
         self._window = window
         self._waiting = 0
+        self._sealed = False
         self._lock = threading.Lock()
 
     def piece(self, first: int, count: int) -> WindowPiece | None:
@@ -221,5 +231,9 @@ class WindowTransport:
         with self._lock:
             self._waiting -= 1
 
+    def seal(self) -> None:
+        self._sealed = True
+
     def close(self) -> None:
-        self._window.close()
+        """What was not sealed nobody has read: it is zeroed, since the receiver may have let go before it came."""
+        self._window.close(erase=not self._sealed)

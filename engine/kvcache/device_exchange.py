@@ -125,8 +125,10 @@ class DeviceBlockExchange:
         return gathering
 
     def scatter_from(self, from_BLW: Tensor, blocks: Items[int]) -> StreamEvent:
-        """Queues the copy into blocks in the order of the steps; returns its end."""
+        """Queues the copy into blocks in the order of the steps, and behind what a wake brings back, which may be
+        meant for what these blocks were before; returns its end."""
         done = self._stream.mark()
+        self._settle(self._stream)
         with self._stream.entered():
             self._copies.scatter_blocks(from_BLW, self._pool.words_LNW, self._ids(self._stream, blocks))
             done.set()
@@ -213,7 +215,7 @@ class DeviceWindow:
         with self._open() as blocks_BLW:
             self._used = [self._windows.exchange.scatter_from(blocks_BLW[first : first + len(blocks)], blocks)]
 
-    def close(self) -> None:
+    def close(self, erase: bool = False) -> None:
         """As in BlockWindow."""
         with self._lock:
             memory, self._memory, self._blocks_BLW = self._memory, None, None
@@ -221,7 +223,7 @@ class DeviceWindow:
                 return
             for mark in self._used:
                 mark.wait()
-            if self.descriptor is not None:  # else it is not to be zeroed here: whoever made it may read it still
+            if erase or self.descriptor is not None:  # else whoever made it may read it still
                 self._windows.exchange.zero(memory)
             del memory
             self._windows.give_back(*self._range, made=self.descriptor is not None)

@@ -57,9 +57,9 @@ class BlockWindow(Protocol):
         """Copies what lies there into these blocks of the pool, which no step in flight reads or writes: before any
         step that is launched later. Raises WindowClosed."""
 
-    def close(self) -> None:
-        """Gives the memory back once the device has done what was begun, zeroed where this process made it. It may be
-        called again."""
+    def close(self, erase: bool = False) -> None:
+        """Gives the memory back once the device has done what was begun, zeroed where this process made it, or is to
+        `erase` it: nobody reads it any more. It may be called again."""
 
 
 class BlockWindows(Protocol):
