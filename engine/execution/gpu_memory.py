@@ -103,7 +103,7 @@ class GpuMemory:
         self._copies = DeviceStream(stream.device)
         self._arrivals: list[StreamEvent] = []
         rows = max(step_limits.rows, *capture_sizes(step_limits.rows))
-        sampled_rows = capture_sizes(step_limits.sequences)[-1]
+        sampled_rows = max(step_limits.sequences, *capture_sizes(step_limits.sequences))
         with ExitStack() as undoing:
             undoing.callback(self.workspace.close)  # nothing else ever gives its memory back
             undoing.callback(stream.wait)

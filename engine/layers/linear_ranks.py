@@ -32,7 +32,7 @@ class RankExchange(Protocol):
 
 
 class FusedRankExchange(Protocol):
-    """The same on GPUs (ranks/gpu_exchange.py), where a step adds up all ranks' parts as it norms them: layers give
+    """The same on GPUs (ranks/gpu_part.py), where a step adds up all ranks' parts as it norms them: layers give
     their own. The embedding is cut along the vocabulary too, and is one more part."""
 
     shard: RankShard
@@ -75,7 +75,7 @@ class InputShardLinear:
 
 class VocabularyShardHead:
     """A head of which this rank has the rows of its part of the vocabulary. The first rank gets all logits, the others
-    are left with their own.
+    are left with their own; where each rank draws, nobody needs more.
 
     own  gives those of this rank's part alone.
     """

@@ -40,7 +40,7 @@ _PREPARE_EVERY_S: Final = 0.25
 
 def micro_batch_limits(limits: StepLimits, context_tokens: int, block_tokens: int, groups: int) -> StepLimits:
     """The largest micro-batch of steps of these limits."""
-    rows = min(limits.rows, max(4 * FULL_ROWS, -(-limits.rows // PARTS_MAX)))
+    rows = min(limits.rows, max(4 * FULL_ROWS, limits.sequences, -(-limits.rows // PARTS_MAX)))
     return StepLimits.of(min(limits.sequences, rows), rows, context_tokens, block_tokens, groups)
 
 

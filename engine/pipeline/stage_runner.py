@@ -44,7 +44,7 @@ class StageRunner:
         """`step_limits` are those of a micro-batch, of which up to graph_rows rows may be captured; `place` is whether
         the stage is the first, and the last. Rank 0 has an `announcer`, by which all capture a size."""
         self.is_first, self.is_last = place
-        self.sampled = capture_sizes(step_limits.sequences)[-1]
+        self.sampled = max(step_limits.sequences, *capture_sizes(step_limits.sequences))
         self.slots = WordSlots(memory.stream)
         self._config = config
         self._parameters = parameters

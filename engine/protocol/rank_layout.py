@@ -70,7 +70,8 @@ def layout_on(model: ModelSpec, gpu_bytes: Sequence[int], link: PeerLink = UNKNO
     fitting = [
         count
         for count in counts
-        if estimated_rank_bytes(model, count) + model.context_kv_bytes // count <= (rooms[count - 1] if rooms else 0)
+        if count <= len(rooms)
+        and estimated_rank_bytes(model, count) + model.context_kv_bytes // count <= rooms[count - 1]
     ]
     count = fitting[0] if fitting else counts[-1]
     took = {layout: step_s(model, layout, link) for layout in layouts if layout.devices == count}

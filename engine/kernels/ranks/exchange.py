@@ -265,12 +265,12 @@ def add_norm_ranks(
     for each in (sum_TH, weight_H, out_TH):
         assert each.is_contiguous()
     row_bytes, ranks = hidden * out_TH.itemsize, windows.ranks
-    if rows <= _FEW_ROWS and rows * (ranks - 1) * row_bytes <= FEW_BYTES:
+    if rows <= min(_FEW_ROWS, max_programs(sum_TH.device) // 2) and rows * (ranks - 1) * row_bytes <= FEW_BYTES:
         _sum_few_rows[(rows,)](
             sum_TH, parts_PTH, weight_H, behind_H, out_TH, *views_of(windows, _INTEGERS[out_TH.itemsize]),
             windows.rank, rows, hidden, parts_PTH.stride(0), epsilon, *_few_places(windows, out_TH.itemsize),
             P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden),
-            num_warps=_WARPS, launch_pdl=supports_pdl(sum_TH.device),
+            num_warps=_few_warps(hidden), launch_pdl=supports_pdl(sum_TH.device),
         )  # fmt: skip
         return
     run = windows.half_bytes // ((ranks - 1) * row_bytes)
@@ -302,6 +302,12 @@ def _few_places(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int
     """The same of few rows."""
     size = windows.memory_WB.shape[1]
     return size // 8, size // itemsize, HEAD_BYTES // itemsize, FEW_BYTES // itemsize
+
+
+def _few_warps(hidden: int) -> int:
+    """No more than have a number each: two threads that look at one number may find it there and taken."""
+    warps: int = max(1, min(_WARPS, triton.next_power_of_2(hidden) // 32))
+    return warps
 
 
 def share_tokens(windows: RankWindows, tokens_R: Tensor) -> None:

@@ -5,9 +5,9 @@ A mail is some rows. Its sender adds up what its last layer gave and writes the 
 window; program p of the sender raises flag p there, for which program p of the receiver waits, whose grid is the same.
 Flags count mails, of which a window has a few that are used in turns: a sender waits until the receiver has taken what
 lay there before. All counts lie in the windows, and the last program of a kernel raises them, so that captured graphs
-replay. The abort word of the rank's window (exchange.py) ends all waits; what is computed then is of no use to anybody.
+replay. The abort word of the rank's window (windows.py) ends all waits; what is computed then is of no use to anybody.
 
-    window   what exchange.py has of it | flags [PROGRAMS] | sent | taken | received | …  HEAD_BYTES | mails
+    window   what windows.py has of it | flags [PROGRAMS] | sent | taken | received | …  HEAD_BYTES | mails
 
 P parts of one result, T rows, H hidden size.
 """

@@ -5,10 +5,10 @@ windows of those that need it, raises its flag there, waits for the flags of the
 own window, and reads what came. Flags count epochs, an epoch for each exchange; ranks launch the same exchanges in the
 same order. The epoch lies in the window and the last program of a kernel raises it, so that captured graphs replay.
 
-Data lie in two halves in turns. A rank writes a half again two exchanges later: it has seen the flags of the exchange
-between, which others raise only when the kernels before are done, and with them all that they read. Programs are no
-more than what a device runs at once, so that none waits for one that cannot begin. A word beside the flags ends all
-waits: what is computed then is of no use to anybody.
+Data lie in two halves in turns. A rank writes a half again two exchanges later: it has seen flags or numbers of the
+exchange between, which others send only when the kernels before are done, and with them all that they read. Programs
+are no more than what a device runs at once, so that none waits for one that cannot begin. A word beside the flags ends
+all waits: what is computed then is of no use to anybody.
 
     window   flags [2 phases, W sources, PROGRAMS] | epoch | counted | abort | …  HEAD_BYTES
              few rows 0 | few rows 1 | half 0 | half 1
@@ -50,6 +50,9 @@ class RankWindows:
     memory_WB: Tensor
     rank: int
     more_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert len(self.memory_WB) <= RANKS_MAX
 
     @property
     def ranks(self) -> int:

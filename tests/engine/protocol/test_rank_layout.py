@@ -32,6 +32,11 @@ def test_as_few_ranks_as_hold_weights_and_one_context(rooms: list[int], ranks: i
     assert (layout.gpus, layout.stages) == (ranks, 1)
 
 
+@pytest.mark.parametrize("fields", [{"gpus": 4, "stages": 0}, {"gpus": 0, "stages": 4}, {"gpus": 0, "stages": 3}])
+def test_more_than_the_host_has_is_a_layout_that_is_refused_later(fields: dict[str, int]) -> None:
+    assert layout_on(changed(**fields), [80 * GIB] * 2).devices >= 3
+
+
 def test_numbers_that_are_asked_for_are_kept_and_one_that_does_not_divide_is_not_chosen() -> None:
     assert layout_on(changed(gpus=3), [90 * GIB]) == RankLayout(3, 1)
     assert layout_on(changed(gpus=2, stages=4), [90 * GIB]) == RankLayout(2, 4)
