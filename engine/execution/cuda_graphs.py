@@ -1,22 +1,27 @@
-"""CUDA graphs of one computation at several sizes: which sizes, capture, replay. It knows nothing of what is computed.
+"""CUDA graphs of one computation at several sizes: which sizes, capture, replay; and when they are captured. It knows
+nothing of what is computed.
 
 A graph serves every size up to its own: what is computed for the rows beyond must harm nobody. All graphs, and what
 runs without one, share a workspace, since no two run at once. A size that is not captured yet is served by the next
 larger one that is.
 """
 
+import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from engine.log import log
-from engine.memory.errors import CaptureFailed, OutOfDeviceMemory
+from engine.memory.errors import CaptureFailed, OutOfDeviceMemory, OutOfHostMemory
+from engine.memory.streams import DeviceStream
 from engine.memory.workspace import Workspace
+from engine.step.order import StepAnnouncer
 
 _STEPS: Final = ((256, 8), (512, 32), (1024, 64))  # behind 1, 2, 4: up to the one, in steps of the other
+_PREPARE_EVERY_S: Final = 0.25
 HOT_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -129,3 +134,78 @@ def _captured(run: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
     except RuntimeError as error:
         raise CaptureFailed(str(error)) from error
     return graph
+
+
+class PreparedMemory(Protocol):
+    """What sleeps, and has the host's copy of its weights made ahead where it is on `standby`."""
+
+    standby: bool
+
+    @property
+    def stream(self) -> DeviceStream: ...
+
+    @property
+    def awake(self) -> bool: ...
+
+    def prepare(self) -> int: ...
+
+
+class GraphPreparation:
+    """What a runner does ahead while it is idle, or now and then beside a step: captures of its graphs, and a little of
+    the weights copied to the host, for a later sleep."""
+
+    def __init__(
+        self, memory: PreparedMemory, hot: Sequence[CudaGraphs], first: Sequence[CudaGraphs],
+        announcer: StepAnnouncer | None, others: Sequence[CudaGraphs] = (),
+    ) -> None:  # fmt: skip
+        """Graphs are `hot`, of which an opening captures the hot sizes, and `others`; `first` of them are those of a
+        single sequence that decodes. The first of several ranks has an `announcer`."""
+        self._memory = memory
+        self._hot, self._first, self._all = hot, first, (*hot, *others)
+        self._announcer = announcer
+        self._prepared_at = 0.0
+        self.max_graphs = sum(len(graphs.sizes) for graphs in self._all)
+
+    def capture_hot(self, beat: Callable[[], None]) -> None:
+        """Captures the graphs of the hot sizes."""
+        with self._memory.stream.entered():
+            for graphs in self._hot:
+                while graphs.hot:
+                    graphs.capture_next()
+                    beat()
+
+    def capture_first(self) -> None:
+        """Captures the graphs of a single sequence that decodes."""
+        with self._memory.stream.entered():
+            for graphs in self._first:
+                graphs.capture_for(1)
+
+    def warm_up(self) -> bool:
+        """Captures a graph, or copies a little of the weights to the host. False where nothing is left to do."""
+        if not self._memory.awake:
+            return False
+        return self._capture_one(hot=True) or self._prepare_sleep() or self._capture_one(hot=False)
+
+    def now_and_then(self, *wanted: tuple[CudaGraphs, int]) -> None:
+        """Captures a size of the first of these graphs that lacks its own, or copies a little to the host beside a
+        step: under steady load there are no idle moments."""
+        now = time.monotonic()
+        if now - self._prepared_at <= _PREPARE_EVERY_S:
+            return
+        with self._memory.stream.entered():
+            captured = any(graphs.capture_for(rows) for graphs, rows in wanted if rows)
+        if captured or self._prepare_sleep():
+            self._prepared_at = now
+
+    def _capture_one(self, hot: bool) -> bool:
+        with self._memory.stream.entered():
+            return any(graphs.capture_next() for graphs in self._all if graphs.hot or not hot)
+
+    def _prepare_sleep(self) -> bool:
+        try:
+            copied = self._memory.standby and self._memory.prepare() > 0
+        except OutOfHostMemory:
+            return False  # the machine hears of it when it orders the model to sleep
+        if copied and self._announcer is not None:  # once all is copied, steps have nothing to say of it
+            self._announcer.prepare()
+        return copied

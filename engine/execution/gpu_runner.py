@@ -6,30 +6,28 @@ for waits. The next step's tokens may be those that this one samples: they are r
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Final
 from weakref import proxy
 
-import torch
 from torch import Tensor
 
-from engine.execution.cuda_graphs import HOT_SIZES, CudaGraphs, capture_sizes
+from engine.execution.cuda_graphs import HOT_SIZES, CudaGraphs, GraphPreparation, capture_sizes
 from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_sampler import (
     MASKS_ONLY,
     TEMPERATURE_ONLY,
     LogprobTensors,
+    MaskUpload,
     SamplingFeatures,
     StagedStep,
     sample_tokens,
     vocabulary_ranks,
 )
 from engine.kernels.host_copy import copy_words
-from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.memory.streams import DeviceStream, StreamEvent
+from engine.memory.errors import OutOfDeviceMemory
+from engine.memory.streams import StreamEvent
 from engine.models.config import ModelConfig
 from engine.models.decoders import DecoderParameters, make_decoder
 from engine.models.gpu_step import GpuStep
@@ -42,7 +40,6 @@ from engine.step.order import StepAnnouncer, StepOrder
 
 PIPELINE_DEPTH: Final = 2
 GRAPH_ROWS_MAX: Final = 1024  # steps of more rows take so long that launching their kernels one by one costs nothing
-_PREPARE_EVERY_S: Final = 0.25
 
 
 class GpuRunner:
@@ -66,9 +63,7 @@ class GpuRunner:
         self._buffers = memory.buffers
         self._stream = memory.stream
         vector_width = config.hidden if config.vectors else 0
-        self._masks_RW = self._stream.staging(*memory.buffers.masks_RW.shape, dtype=torch.int32)
-        self._mask_stream = DeviceStream(self._stream.device)  # masks are uploaded while the layers are computed
-        self._masks_uploaded = self._mask_stream.mark()
+        self._masks = MaskUpload(self._stream, memory.buffers.masks_RW)
         self._staged = [
             StagedStep(self._stream, step_limits.words, step_limits.sequences, vector_width)
             for _ in range(PIPELINE_DEPTH + 1)
@@ -77,7 +72,6 @@ class GpuRunner:
         self._shards = None if config.vectors else vocabulary_ranks(memory.windows, config.vocabulary)
         self._announcer = announcer
         self._launches = 0
-        self._prepared_at = 0.0
         sizes, head_sizes = (
             capture_sizes(min(graph_rows, count)) for count in (step_limits.rows, step_limits.sequences)
         )
@@ -90,44 +84,12 @@ class GpuRunner:
         masked_sizes = {*head_sizes[-1:], *HOT_SIZES}.intersection(head_sizes) if self._windows is None else ()
         self._masked_heads = CudaGraphs(lambda rows: weak._head(rows, MASKS_ONLY), masked_sizes, workspace)
         self._graphs = (self._bodies, self._heads, self._wide_bodies, self._masked_heads)
-
-    @property
-    def max_graphs(self) -> int:
-        """How many graphs there may be in the end."""
-        return sum(len(graphs.sizes) for graphs in self._graphs)
-
-    def capture_hot(self, beat: Callable[[], None]) -> None:
-        """Captures the graphs of the hot sizes."""
-        with self._stream.entered():
-            for graphs in (self._bodies, self._heads, self._wide_bodies):
-                while graphs.hot:
-                    graphs.capture_next()
-                    beat()
-
-    def capture_first(self) -> None:
-        """Captures the graphs of a single sequence that decodes."""
-        with self._stream.entered():
-            for graphs in (self._bodies, self._heads):
-                graphs.capture_for(1)
-
-    def warm_up(self) -> bool:
-        """Captures a graph, or copies a little of the weights to the host, for a later sleep."""
-        if not self._memory.awake:
-            return False
-        return self._capture_one(hot=True) or self._prepare_sleep() or self._capture_one(hot=False)
-
-    def _capture_one(self, hot: bool) -> bool:
-        with self._stream.entered():
-            return any(graphs.capture_next() for graphs in self._graphs if graphs.hot or not hot)
-
-    def _prepare_sleep(self) -> bool:
-        try:
-            copied = self._memory.standby and self._memory.prepare() > 0
-        except OutOfHostMemory:
-            return False  # the machine hears of it when it orders the model to sleep
-        if copied and self._announcer is not None:  # once all is copied, steps have nothing to say of it
-            self._announcer.prepare()
-        return copied
+        self._preparation = preparation = GraphPreparation(
+            memory, self._graphs[:3], self._graphs[:2], announcer, self._graphs[3:]
+        )
+        self.max_graphs = preparation.max_graphs
+        self.capture_hot, self.capture_first = preparation.capture_hot, preparation.capture_first
+        self.warm_up = preparation.warm_up
 
     def launch(self, packed: Int32s) -> StagedStep:
         """As in StepExecutor. Writes into the packed step's header where its plans begin. The host works out masks
@@ -181,14 +143,9 @@ class GpuRunner:
         """As in MaskedSampler. The step before has landed, so nothing reads its masks any more."""
         assert isinstance(step, StagedStep)
         assert step.batch is not None, "a step without masked rows, or with its masks already"
-        batch, step.batch, count = step.batch, None, len(masks_MW)
-        assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
-        self._masks_RW.numpy()[:count] = masks_MW
-        with self._mask_stream.entered():
-            self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
-            self._masks_uploaded.set()
+        batch, step.batch = step.batch, None
+        self._masks.upload(masks_MW)
         with self._stream.entered():
-            self._stream.follow(self._masks_uploaded)
             self._sample(batch, step)
             step.mark.set()
 
@@ -198,15 +155,6 @@ class GpuRunner:
         self._stream.wait()
         for graphs in self._graphs:
             graphs.close()
-
-    def _prepare_now_and_then(self, bodies: CudaGraphs, rows: int, masked_rows: int) -> None:
-        """Captures a size or copies a little to the host beside a step: under steady load there are no idle moments."""
-        now = time.monotonic()
-        if now - self._prepared_at <= _PREPARE_EVERY_S:
-            return
-        captured = bodies.capture_for(rows) or (masked_rows > 0 and self._masked_heads.capture_for(masked_rows))
-        if captured or self._prepare_sleep():
-            self._prepared_at = now
 
     def launch_ms(self, packed: Int32s, launches: int) -> float:
         """Returns the median of so many launches, one behind the other, after one that does not count."""
@@ -237,7 +185,7 @@ class GpuRunner:
         if arriving := bool(self._memory.arrivals()):
             body_size = 0
         else:
-            self._prepare_now_and_then(bodies, rows, len(batch.rows_R) if batch.masked else 0)
+            self._preparation.now_and_then((bodies, rows), (self._masked_heads, len(batch.rows_R) * batch.masked))
             body_size = bodies.captured_size(rows)
         plain = self._config.vectors or SamplingFeatures.of(batch) == TEMPERATURE_ONLY
         head_size = self._heads.captured_size(len(batch.rows_R)) if plain else 0

@@ -20,7 +20,7 @@ from engine.kernels.sampling.filters import find_cutoffs
 from engine.memory.streams import DeviceStream
 from engine.protocol.types import LOGPROBS_MAX
 from engine.step.executor import RunnerOutput
-from engine.step.layout import StepBatch
+from engine.step.layout import Int32s, StepBatch
 from engine.step.sampling import pooling_output
 
 
@@ -118,6 +118,27 @@ def _top_logits(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     above_RK = best_RK > best_RK[:, -1:]
     rank_RK = torch.arange(count, device=logits_RV.device) - above_RK.sum(-1, keepdim=True)
     return best_RK, torch.where(above_RK, ids_RK, ties_RK.gather(1, rank_RK.clamp_min(0)))
+
+
+class MaskUpload:
+    """Bit masks on their way to the device in a stream of their own, while layers are computed."""
+
+    def __init__(self, stream: DeviceStream, masks_RW: Tensor) -> None:
+        """`masks_RW` is where steps in `stream` read them."""
+        self._stream, self._masks_RW = stream, masks_RW
+        self._staged_RW = stream.staging(*masks_RW.shape, dtype=torch.int32)
+        self._beside = DeviceStream(stream.device)
+        self._uploaded = self._beside.mark()
+
+    def upload(self, masks_MW: Int32s) -> None:
+        """Queues masks before what the steps' stream gets from now on. Nothing reads those before any more."""
+        count = len(masks_MW)
+        assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
+        self._staged_RW.numpy()[:count] = masks_MW
+        with self._beside.entered():
+            self._masks_RW[:count].copy_(self._staged_RW[:count], non_blocking=True)
+            self._uploaded.set()
+        self._stream.follow(self._uploaded)
 
 
 class StagedStep:

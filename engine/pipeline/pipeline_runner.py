@@ -8,18 +8,15 @@ heads of the step before one by one, and no stage waits between steps. It does n
 """
 
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-import torch
-
+from engine.execution.cuda_graphs import GraphPreparation
 from engine.execution.gpu_memory import GpuMemory, StepLimits
 from engine.execution.gpu_runner import PIPELINE_DEPTH
-from engine.execution.gpu_sampler import TEMPERATURE_ONLY, SamplingFeatures, StagedStep
-from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
-from engine.memory.streams import DeviceStream
+from engine.execution.gpu_sampler import TEMPERATURE_ONLY, MaskUpload, SamplingFeatures, StagedStep
+from engine.memory.errors import OutOfDeviceMemory
 from engine.models.config import ModelConfig
 from engine.pipeline.stage_runner import StageRunner
 from engine.pipeline.word_slots import WordSlot
@@ -35,7 +32,6 @@ KEPT_STEPS: Final = 2  # whose tokens the buffer has: those that the next step n
 PARTS_MAX: Final = 8  # micro-batches of a step
 ROWS_MIN: Final = 16  # of a micro-batch, where there are no more of them than stages
 FULL_ROWS: Final = 256  # of one where there are more: computing takes longer then than reading weights once more
-_PREPARE_EVERY_S: Final = 0.25
 
 
 def micro_batch_limits(limits: StepLimits, context_tokens: int, block_tokens: int, groups: int) -> StepLimits:
@@ -115,9 +111,7 @@ class PipelineRunner:
         self._announcer = announcer
         self._vectors = config.vectors
         self._buffers, self._stream = memory.buffers, memory.stream
-        self._masks_RW = self._stream.staging(*memory.buffers.masks_RW.shape, dtype=torch.int32)
-        self._mask_stream = DeviceStream(self._stream.device)  # masks are uploaded while layers are computed
-        self._masks_uploaded = self._mask_stream.mark()
+        self._masks = MaskUpload(self._stream, memory.buffers.masks_RW)
         self._landings = [
             StagedStep(self._stream, 0, step_limits.sequences, config.hidden if config.vectors else 0)
             for _ in range(PIPELINE_DEPTH + 1)
@@ -126,33 +120,11 @@ class PipelineRunner:
         self._running: deque[GpuMicroBatch] = deque()  # whose rows come back
         self._before: GpuPipelinedStep | None = None  # the step launched last
         self._launched = 0
-        self._prepared_at = 0.0
         self._alike_decodes = False
-
-    @property
-    def max_graphs(self) -> int:
-        """How many graphs there may be in the end."""
-        return sum(len(graphs.sizes) for graphs in self._stage.graphs)
-
-    def capture_hot(self, beat: Callable[[], None]) -> None:
-        """Captures the graphs of the hot sizes."""
-        with self._stream.entered():
-            for graphs in self._stage.graphs:
-                while graphs.hot:
-                    graphs.capture_next()
-                    beat()
-
-    def capture_first(self) -> None:
-        """Captures the graphs of a single sequence that decodes."""
-        with self._stream.entered():
-            for graphs in (self._stage.bodies, self._stage.ends):
-                graphs.capture_for(1)
-
-    def warm_up(self) -> bool:
-        """Captures a graph, or copies a little of the weights to the host, for a later sleep."""
-        if not self._memory.awake:
-            return False
-        return self._capture_one(hot=True) or self._prepare_sleep() or self._capture_one(hot=False)
+        self._preparation = preparation = GraphPreparation(memory, stage.graphs, stage.graphs[:2], announcer)
+        self.max_graphs = preparation.max_graphs
+        self.capture_hot, self.capture_first = preparation.capture_hot, preparation.capture_first
+        self.warm_up = preparation.warm_up
 
     def launch(self, packed: Int32s) -> GpuPipelinedStep:
         """As in StepExecutor. Queues what can be queued now."""
@@ -160,7 +132,9 @@ class PipelineRunner:
         check_step(batch, self.limits)
         assert batch.tokens_T.min() >= -self._memory.sampled_rows, "a row that the step before did not sample"
         parts = self._parts(len(batch.tokens_T))
-        self._prepare_now_and_then(-(-len(batch.tokens_T) // parts))
+        if not self._memory.arrivals():
+            rows = -(-len(batch.tokens_T) // parts)
+            self._preparation.now_and_then((self._stage.bodies, rows), (self._stage.wide_bodies, rows))
         landing = self._landings[self._launched % len(self._landings)]
         kept = self._stage.sampled * (1 + self._launched % KEPT_STEPS)
         step = GpuPipelinedStep(self._before, kept, len(batch.rows_R), landing, self.finish)
@@ -181,14 +155,8 @@ class PipelineRunner:
         """As in MaskedSampler. The step before has landed, so nothing reads its masks any more."""
         assert isinstance(step, GpuPipelinedStep)
         assert step.masked, "a step without masked rows, or with its masks already"
-        assert masks_MW.shape[1] == self._masks_RW.shape[1], "masks of another vocabulary"
-        step.masked, count = False, len(masks_MW)
-        self._masks_RW.numpy()[:count] = masks_MW
-        with self._mask_stream.entered():
-            self._buffers.masks_RW[:count].copy_(self._masks_RW[:count], non_blocking=True)
-            self._masks_uploaded.set()
-        with self._stream.entered():
-            self._stream.follow(self._masks_uploaded)
+        step.masked = False
+        self._masks.upload(masks_MW)
         self._advance()
 
     def finish(self, step: GpuPipelinedStep) -> None:
@@ -322,26 +290,3 @@ class PipelineRunner:
         head_size = stage.ends.captured_size(micro.rows) if plain and micro.rows else 0
         shared = self._memory.windows is not None and bool(batch.tokens_T.min() < 0)
         return StepOrder(rows, body_size, micro.rows, head_size, micro.wide, shared, True)
-
-    def _prepare_now_and_then(self, rows: int) -> None:
-        """Captures a size or copies a little to the host beside a step: under steady load there are no idle moments."""
-        now = time.monotonic()
-        if now - self._prepared_at <= _PREPARE_EVERY_S or self._memory.arrivals():
-            return
-        with self._stream.entered():
-            captured = self._stage.bodies.capture_for(rows) or self._stage.wide_bodies.capture_for(rows)
-        if captured or self._prepare_sleep():
-            self._prepared_at = now
-
-    def _capture_one(self, hot: bool) -> bool:
-        with self._stream.entered():
-            return any(graphs.capture_next() for graphs in self._stage.graphs if graphs.hot or not hot)
-
-    def _prepare_sleep(self) -> bool:
-        try:
-            copied = self._memory.standby and self._memory.prepare() > 0
-        except OutOfHostMemory:
-            return False  # the machine hears of it when it orders the model to sleep
-        if copied:  # once all is copied, steps have nothing to say of it
-            self._announcer.prepare()
-        return copied

@@ -38,7 +38,7 @@ class Stages:
         self._free_s = [0.0] * stages
         self._back_s: list[float] = []  # when the rows of each micro-batch are back
         self.landed_s = 0.0  # the end of the newest head
-        graphs: Any = SimpleNamespace(captured_size=lambda rows: 0, capture_for=lambda rows: False, hot=False)
+        graphs: Any = SimpleNamespace(captured_size=lambda rows: 0, capture_for=lambda rows: False, hot=False, sizes=())
         self.sampled, self.slots = 512, WordSlots(DeviceStream(CPU))
         self.bodies = self.ends = self.wide_bodies = graphs
         self.graphs, self.close = (graphs,) * 3, Mock()

@@ -244,7 +244,8 @@ def test_all_ranks_find_the_kernels_that_lie_beside_the_model(
 def test_ranks_are_told_to_copy_weights_as_long_as_there_are_some(folders: dict[str, Path]) -> None:
     with two(folders["qwen3"]) as ranks:
         local, told = ranks.executor._local, Mock(wraps=ranks.executor._announcer)
-        local._announcer, local._memory.standby = told, True
+        local._announcer = local._preparation._announcer = told
+        local._memory.standby = True
         while local.warm_up():
             pass
         copies = told.prepare.call_count
