@@ -15,8 +15,8 @@ from torch import Tensor
 
 PACKED_MULTIPLE: Final = 4  # of inputs, so that factors are aligned
 _FACTOR_BYTES: Final = 4
-_MAX = tl.constexpr(448.0)  # the largest finite float8_e4m3fn
-_LEAST = tl.constexpr(1e-12)  # the largest of a row of zeros counts as this
+MAX = tl.constexpr(448.0)  # the largest finite float8_e4m3fn
+LEAST = tl.constexpr(1e-12)  # the largest of a row of zeros counts as this
 
 
 def new_packed(rows: int, inputs: int, device: torch.device) -> Tensor:
@@ -47,12 +47,12 @@ def factors_of(packed_TP: Tensor) -> Tensor:
 @triton.jit
 def fitting(numbers, scale):
     """Float32 numbers ÷ their factor, no larger than 8 bits have them."""
-    return tl.minimum(tl.maximum(numbers / scale, -_MAX), _MAX)
+    return tl.minimum(tl.maximum(numbers / scale, -MAX), MAX)
 
 
 @triton.jit
 def in_8_bits(row):
     """A row's float32 numbers as they fit 8 bits, and its factor. What is no number leaves its row none."""
     largest = tl.max(tl.where(row == row, tl.abs(row), float("inf")), 0)
-    scale = tl.maximum(largest, _LEAST) / _MAX
+    scale = tl.maximum(largest, LEAST) / MAX
     return fitting(row, scale), scale

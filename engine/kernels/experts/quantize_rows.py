@@ -4,22 +4,18 @@ weights of 8 bits. Factors follow from the row alone; a row with a number that i
 T rows, K inputs, B blocks of 128 inputs.
 """
 
-from typing import Final
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.experts.grouped_linear import SCALE_INPUTS, ExpertRows
+from engine.kernels.packed_rows import LEAST, MAX, fitting
 from engine.kernels.pdl import release, supports_pdl, wait
-
-_MAX: Final = 448.0
-_LEAST = tl.constexpr(1e-12)  # the largest of a row of zeros counts as this
 
 
 @triton.jit
-def _quantize(x, out, scales, K, B, MAX: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def _quantize(x, out, scales, K, B, WHOLE: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     release()
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
@@ -27,16 +23,15 @@ def _quantize(x, out, scales, K, B, MAX: tl.constexpr, WHOLE: tl.constexpr, WIDT
     wait()
     values = tl.load(x + row * K + inputs, mask=inputs < K, other=0.0).to(tl.float32)
     # What is no number leaves its row none: a maximum alone would drop it.
-    largest = tl.maximum(tl.max(tl.where(values == values, tl.abs(values), float("inf")), 1), _LEAST)
+    largest = tl.maximum(tl.max(tl.where(values == values, tl.abs(values), float("inf")), 1), LEAST)
     if WHOLE:
         scale = tl.max(largest, 0) / MAX
-        values = values / scale
+        values = fitting(values, scale)
         tl.store(scales + row, scale)
     else:
         block_scales = largest / MAX
-        values = values / block_scales[:, None]
+        values = fitting(values, block_scales[:, None])
         tl.store(scales + row * B + blocks, block_scales, mask=blocks < B)
-    values = tl.minimum(tl.maximum(values, -MAX), MAX)
     tl.store(out + row * K + inputs, values.to(out.dtype.element_ty), mask=inputs < K)
 
 
@@ -48,7 +43,7 @@ def quantize_rows(x_TK: Tensor, blocks: int) -> ExpertRows:
     out_TK = torch.empty(rows, inputs, dtype=torch.float8_e4m3fn, device=x_TK.device)
     scales_TB = torch.empty(rows, blocks, dtype=torch.float32, device=x_TK.device)
     _quantize[(rows,)](
-        x_TK, out_TK, scales_TB, inputs, blocks, MAX=_MAX, WHOLE=blocks == 1, WIDTH=SCALE_INPUTS,
+        x_TK, out_TK, scales_TB, inputs, blocks, WHOLE=blocks == 1, WIDTH=SCALE_INPUTS,
         BLOCKS=triton.next_power_of_2(triton.cdiv(inputs, SCALE_INPUTS)), num_warps=4,
         launch_pdl=supports_pdl(x_TK.device),
     )  # fmt: skip

@@ -151,7 +151,7 @@ def variants(model: str) -> dict[str, Any]:
             made[f"{rows} rows of a dense layer in blocks"] = in_fp8(rows, gated=False, blocks=16, alone=True)
         for tiling in (Fp8Tiling(128, 256, 128, 2, 4, 8, False), Fp8Tiling(64, 128, 128, 1, 5, 4, True)):
             made[f"a dense layer in tiles, {tiling}"] = tiled_in_fp8(tiling)
-        quantized = {"MAX": 448.0, "WHOLE": True, "WIDTH": 128, "BLOCKS": 32}
+        quantized = {"WHOLE": True, "WIDTH": 128, "BLOCKS": 32}
         made["rows routed to 8 bits"] = compiled(quantize_rows._quantize, quantized, 4, out=FP8)
         return made
     for gated in (True, False):
