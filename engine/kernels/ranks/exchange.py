@@ -18,7 +18,6 @@ from torch import Tensor
 from engine.kernels.pdl import release, supports_pdl, wait
 from engine.kernels.ranks.windows import (
     FEW_BYTES,
-    HEAD_BYTES,
     LOOKS,
     PER_LAUNCH,
     REGISTERS,
@@ -268,7 +267,7 @@ def add_norm_ranks(
     if rows <= min(_FEW_ROWS, max_programs(sum_TH.device) // 2) and rows * (ranks - 1) * row_bytes <= FEW_BYTES:
         _sum_few_rows[(rows,)](
             sum_TH, parts_PTH, weight_H, behind_H, out_TH, *views_of(windows, _INTEGERS[out_TH.itemsize]),
-            windows.rank, rows, hidden, parts_PTH.stride(0), epsilon, *_few_places(windows, out_TH.itemsize),
+            windows.rank, rows, hidden, parts_PTH.stride(0), epsilon, *places_of(windows, out_TH.itemsize, few=True),
             P=len(parts_PTH), W=ranks, BEHIND=behind_H is not None, BLOCK=triton.next_power_of_2(hidden),
             num_warps=_few_warps(hidden), launch_pdl=supports_pdl(sum_TH.device),
         )  # fmt: skip
@@ -296,12 +295,6 @@ def _run_rows(windows: RankWindows, row_bytes: int) -> int:
     groups = windows.half_bytes // (2 * windows.ranks * row_bytes)
     assert groups > 0, "windows that hold no row of each rank"
     return groups * windows.ranks
-
-
-def _few_places(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int]:
-    """The same of few rows."""
-    size = windows.memory_WB.shape[1]
-    return size // 8, size // itemsize, HEAD_BYTES // itemsize, FEW_BYTES // itemsize
 
 
 def _few_warps(hidden: int) -> int:

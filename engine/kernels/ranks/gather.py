@@ -81,7 +81,6 @@ def gather_columns(windows: RankWindows, own_RV: Tensor, firsts_W1: Tensor, firs
         _gather_columns[(programs,)](
             own_RV[first:], whole_RV[first:], *views_of(windows, own_RV.dtype), rank, part, width, firsts_W1,
             vocabulary, *places_of(windows, own_RV.itemsize), W=windows.ranks, BLOCK=_COLUMNS, num_warps=8,
-            maxnreg=2 * REGISTERS,
-            launch_pdl=supports_pdl(own_RV.device),
+            maxnreg=2 * REGISTERS, launch_pdl=supports_pdl(own_RV.device),
         )  # fmt: skip
     return whole_RV

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.pdl import supports_pdl, wait
-from engine.kernels.ranks.windows import ABORT_WORD
+from engine.kernels.ranks.windows import STOP, await_word
 
 HEAD_BYTES: Final = 4 << 10
 MAIL_BYTES: Final = 2 << 20
-PROGRAMS: Final = 128  # fewer than the multiprocessors of any GPU that has peers
+PROGRAMS: Final = 128  # of 8 warps, so that any GPU that has peers runs all at once
 _WARPS: Final = 8
 _PER_LAUNCH: Final = ["own", "other", "rows", "first", "mails"]  # one kernel serves all ranks, and any number of rows
 
@@ -35,8 +35,6 @@ _SENDING = tl.constexpr(PROGRAMS + 16)
 _TAKEN = tl.constexpr(PROGRAMS + 32)
 _RECEIVED = tl.constexpr(PROGRAMS + 48)
 _RECEIVING = tl.constexpr(PROGRAMS + 64)
-_STOP = tl.constexpr(ABORT_WORD)
-_LOOKS = tl.constexpr(64)  # for a count, to one for the abort word
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +64,6 @@ def mails_bytes(mails: int) -> int:
     return HEAD_BYTES + mails * MAIL_BYTES
 
 
-@triton.jit
-def _await(count, stop, number):
-    """Waits until a count has come to a number, or the abort word is set."""
-    there = tl.atomic_add(count, 0, sem="acquire", scope="sys")
-    looks = 0
-    while there < number:
-        there = tl.atomic_add(count, 0, sem="acquire", scope="sys")  # compiled to a load
-        looks += 1
-        if looks % _LOOKS == 0:
-            stopped = tl.atomic_add(stop, 0, sem="acquire", scope="sys")
-            if stopped != 0:
-                there = number
-    tl.debug_barrier()
-
-
 @triton.jit(do_not_specialize=_PER_LAUNCH)
 def _hand_on(
     total, parts, behind, words, data, own, other, rows, first, mails, hidden, part_stride, epsilon, window,
@@ -91,7 +74,8 @@ def _hand_on(
     inside = columns < hidden
     head = words + own * window + first
     number = tl.load(head + _SENT) + 1
-    _await(head + _TAKEN, words + own * window + _STOP, number - mails)
+    await_word(head + _TAKEN, words + own * window + STOP, number - mails)
+    tl.debug_barrier()
     inbox = data + other * data_window + data_head + (number % mails) * mail
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         offset = tl.cast(row, tl.int64) * hidden
@@ -124,7 +108,8 @@ def _take_over(
     inside = columns < hidden
     head = words + own * window + first
     number = tl.load(head + _RECEIVED) + 1
-    _await(head + tl.program_id(0), words + own * window + _STOP, number)
+    await_word(head + tl.program_id(0), words + own * window + STOP, number)
+    tl.debug_barrier()
     inbox = data + own * data_window + data_head + (number % mails) * mail
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=1):
         offset = tl.cast(row, tl.int64) * hidden

@@ -89,21 +89,26 @@ def signal(words, window, rank, phase, value, W: tl.constexpr):
 
 
 @triton.jit
+def await_word(word, stop, value):
+    """Waits until a word has come to a value, or the abort word `stop` is set."""
+    there = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+    looks = 0
+    while there < value:
+        there = tl.atomic_add(word, 0, sem="acquire", scope="sys")  # compiled to a load
+        looks += 1
+        if looks % LOOKS == 0:
+            stopped = tl.atomic_add(stop, 0, sem="acquire", scope="sys")
+            if stopped != 0:
+                there = value
+
+
+@triton.jit
 def await_others(words, window, rank, phase, value, W: tl.constexpr):
     """Waits until this program of all other ranks has told so, or the abort word is set."""
     own = words + rank * window
     for peer in tl.static_range(W):
         if peer != rank:
-            flag = own + (phase * _SOURCES + peer) * _SLOTS + tl.program_id(0)
-            there = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            looks = 0
-            while there < value:
-                there = tl.atomic_add(flag, 0, sem="acquire", scope="sys")  # compiled to a load
-                looks += 1
-                if looks % LOOKS == 0:
-                    stopped = tl.atomic_add(own + STOP, 0, sem="acquire", scope="sys")
-                    if stopped != 0:
-                        there = value
+            await_word(own + (phase * _SOURCES + peer) * _SLOTS + tl.program_id(0), own + STOP, value)
     tl.debug_barrier()
 
 
@@ -136,7 +141,8 @@ def views_of(windows: RankWindows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return windows.words(), windows.memory_WB.view(-1).view(dtype)
 
 
-def places_of(windows: RankWindows, itemsize: int) -> tuple[int, int, int, int]:
-    """Words of a window; then in numbers of a dtype: a window, where the data begin, and a half."""
+def places_of(windows: RankWindows, itemsize: int, few: bool = False) -> tuple[int, int, int, int]:
+    """Words of a window; then in numbers of a dtype: a window, where the data begin, or `few` rows, and a half."""
     size = windows.memory_WB.shape[1]
-    return size // 8, size // itemsize, DATA_BEGINS // itemsize, windows.half_bytes // itemsize
+    first, half = (HEAD_BYTES, FEW_BYTES) if few else (DATA_BEGINS, windows.half_bytes)
+    return size // 8, size // itemsize, first // itemsize, half // itemsize

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.ranks import exchange, handover
+from engine.kernels.ranks import handover
 from engine.kernels.ranks.handover import StageWindows, hand_on, mails_bytes, take_over
-from engine.kernels.ranks.windows import RankWindows
+from engine.kernels.ranks.windows import HEAD_BYTES, RankWindows
 from engine.kernels.rms_norm import add_norm
 from tests.engine.kernels.ranks.test_exchange import on_all
 
@@ -28,7 +28,7 @@ MAILS = 3
 
 def windows(stages: int) -> list[StageWindows]:
     """New windows as each stage sees them, in memory that forks share."""
-    first = exchange.HEAD_BYTES
+    first = HEAD_BYTES
     size = first + mails_bytes(MAILS)
     memory_WB = torch.frombuffer(mmap.mmap(-1, stages * size), dtype=torch.uint8).view(stages, size)
     return [
