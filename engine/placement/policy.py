@@ -78,7 +78,8 @@ def unplaceable_reason(snapshot: PlacementSnapshot, replica: ReplicaSnapshot) ->
     """Why this replica can never be on a device, in words for callers; empty where it can."""
     count, devices = replica.device_count, range(len(snapshot.devices))
     if count > len(devices):
-        return f"{replica.model} needs {count} GPUs, and there are {len(devices)}: set gpus to fewer, or show it more"
+        needs = f"{replica.model} needs {count} GPUs, and there are {len(devices)}"
+        return f"{needs}: set gpus or stages to fewer, or show it more"
     largest = roomiest([max_capacity_bytes(snapshot, replica, device) for device in devices], count)
     if replica.min_bytes <= largest:
         return ""

@@ -54,14 +54,15 @@ def require_alike(model: str, facts: Sequence[RankFacts]) -> None:
         if other.name != first.name:
             raise DoesNotFit(
                 f"{model}: its GPUs are not alike, {first.name} and {other.name}: show it those of one kind "
-                "(CUDA_VISIBLE_DEVICES), or set gpus to fewer"
+                "(CUDA_VISIBLE_DEVICES), or set gpus or stages to fewer"
             )
     for own in facts:
         for other in facts:
             if other is not own and other.rank not in own.reaches:
                 raise DoesNotFit(
                     f"{model}: GPU {own.rank} of those that it has does not reach the memory of GPU {other.rank} (no "
-                    "peer access): `nvidia-smi topo -p2p r` says which pairs do; choose such, or set gpus to fewer"
+                    "peer access): `nvidia-smi topo -p2p r` says which pairs do; choose such, or set gpus or stages to "
+                    "fewer"
                 )
 
 
@@ -73,7 +74,7 @@ def require_room(model: str, facts: Sequence[RankFacts], weights: Sequence[int],
             raise DoesNotFit(
                 f"{model}: {weights_bytes / 1e9:.1f} GB of weights are to go to GPU {own.rank} of those that it has, "
                 f"{own.free_bytes / 1e9:.1f} of {own.total_bytes / 1e9:.1f} GB are free there: other processes hold "
-                "the rest (`nvidia-smi` says which); end them, or set gpus to more"
+                "the rest (`nvidia-smi` says which); end them, or set gpus or stages to more"
             )
 
 
