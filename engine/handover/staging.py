@@ -27,7 +27,9 @@ from prefixcache.radix import TOKEN_BYTES
 
 HANDOVERS_MAX: Final = 256  # held at once
 CLAIM_S: Final = 5.0  # from the last block to the claim, and from the claim to its sequence's turn
-_WRITES_END_S: Final = 0.1  # what a sender had begun that was lost is written to its window by then
+_WRITES_END_S: Final = (
+    0.1  # what a sender that ended had begun is written to its window by then; one that lives zeroes it
+)
 _SPARE_TIMES: Final = 4  # memory is used again for handovers of at least this part of it
 SHARES_MEMORY: Final = hasattr(os, "memfd_create")
 

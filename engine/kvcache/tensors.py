@@ -60,7 +60,8 @@ class KVPool:
     One more block, `empty`, is for a CPU, where it is always zero, and pages are touched when first written, so that a
     large pool costs memory only as it fills. On a GPU what lies in a slot before it is written is anything.
 
-    words_LNW  all blocks of each layer, in words of 8 bytes where a layer's part of a block is a multiple of that.
+    words_LNW  all blocks of each layer, in words of 8 bytes where a layer's part of a block is a multiple of that. On
+               a GPU `empty` may have no memory.
     """
 
     def __init__(

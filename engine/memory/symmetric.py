@@ -161,7 +161,7 @@ class CudaWindowDriver(CudaMemoryDriver):
 
     def tensor(self, address: int, size: int, owner: object) -> Tensor:
         """As a tensor of this GPU, wherever the memory is: torch would go by the pointer, which may be another's, and
-        copy what it points to. The windows stay, so nothing has to be kept for them."""
+        copy what it points to. Nothing is kept for the tensor: whoever gives the memory back drops it before."""
         storage = torch._C._construct_storage_from_data_pointer(address, self._device, size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
 

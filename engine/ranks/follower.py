@@ -18,7 +18,7 @@ _CHANGES_MEMORY: Final = frozenset(
 
 
 class RankGraphs(Protocol):
-    """What of a rank's computation is captured when rank 0 says so (GpuRunner)."""
+    """What of a rank's computation is captured when rank 0 says so (GpuRunner, StageRunner)."""
 
     def capture(self, graphs: int, size: int) -> None: ...
 
