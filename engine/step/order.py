@@ -12,8 +12,8 @@ class StepOrder(NamedTuple):
 
     wide    it has wide tiles.
     shared  it names tokens of the step before, which rank 0 drew.
-    whole   rank 0 needs all logits: its rows have more than a temperature, and each rank draws from its own otherwise. Of
-            stages always.
+    whole   rank 0 needs all logits, as it does where rows have more than a temperature, and always in stages; else each
+            rank draws from its own.
     """
 
     rows: int
