@@ -183,6 +183,9 @@ class GpuMemory:
             copied = sum(
                 group.tier.restore(blocks, self._copies) for group, blocks in zip(self.groups, kept, strict=True)
             )
+            restored = self._copies.mark()
+            restored.set()
+            self.stream.follow(restored)  # blocks may be given to others before any step is launched
             arrivals = self._weights.send(self._copies)
             for group, first, mapped in zip(self.groups, needed, there, strict=True):  # while copies are under way
                 rest = [extent for extent in mapped if extent not in first]

@@ -125,10 +125,8 @@ class DeviceBlockExchange:
         return gathering
 
     def scatter_from(self, from_BLW: Tensor, blocks: Items[int]) -> StreamEvent:
-        """Queues the copy into blocks in the order of the steps, and behind what a wake brings back, which may be
-        meant for what these blocks were before; returns its end."""
+        """Queues the copy into blocks in the order of the steps; returns its end."""
         done = self._stream.mark()
-        self._settle(self._stream)
         with self._stream.entered():
             self._copies.scatter_blocks(from_BLW, self._pool.words_LNW, self._ids(self._stream, blocks))
             done.set()

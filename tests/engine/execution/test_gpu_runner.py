@@ -467,6 +467,22 @@ def test_steps_go_on_while_weights_are_on_their_way(tmp_path: Path) -> None:
     assert device.sleeper.arrivals() == []
 
 
+def test_whatever_is_done_to_blocks_after_a_wake_comes_behind_what_it_brings_back(tmp_path: Path) -> None:
+    """They may be another's before any step is launched: then a step's own waits come too late."""
+    device = interpreted(saved(reference_model("qwen3"), tmp_path))
+    memory, order = device.sleeper, list[str]()
+    (group,) = memory.groups
+    restore, send = group.tier.restore, memory._weights.send
+    memory.sleep([[7]])
+    with (
+        patch.object(group.tier, "restore", side_effect=lambda *given: (order.append("blocks"), restore(*given))[1]),
+        patch.object(memory._weights, "send", side_effect=lambda *given: (order.append("weights"), send(*given))[1]),
+        patch.object(memory.stream, "follow", side_effect=lambda mark: order.append("steps wait")),
+    ):
+        memory.wake([[0]], [[0]])
+    assert order == ["blocks", "steps wait", "weights"]
+
+
 def test_too_little_of_the_device_leaves_it_asleep_as_before(tmp_path: Path) -> None:
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     before, weights, kept = filled(device), weights_of(device), [7, 60, 2]

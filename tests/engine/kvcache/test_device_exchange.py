@@ -121,21 +121,6 @@ def test_a_sender_that_gives_up_zeroes_what_the_receiver_may_have_let_go_before_
     os.close(descriptor)
 
 
-def test_blocks_leave_and_come_behind_what_a_wake_brings_back() -> None:
-    stream, settled = DeviceStream(torch.device("cpu")), list[DeviceStream]()
-    own = DeviceBlockExchange(
-        pool(), stream, reference, HostWindowDriver(), 1 << 20, lambda: True, settled.append
-    )  # fmt: skip
-    window = own.windows.make(1)
-    window.push(0, [1]).wait()
-    assert stream not in settled
-    window.pull(0, [2])
-    own.scatter([3], memoryview(bytearray(SHAPE.block_bytes)))
-    assert settled[1:] == [stream, stream]
-    window.close()
-    own.close()
-
-
 def test_windows_end_where_their_limit_is_and_while_the_model_sleeps() -> None:
     awake, driver = [True], HostWindowDriver()
     stream = DeviceStream(torch.device("cpu"))
