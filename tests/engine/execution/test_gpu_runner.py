@@ -472,8 +472,8 @@ def test_whatever_is_done_to_blocks_after_a_wake_comes_behind_what_it_brings_bac
     device = interpreted(saved(reference_model("qwen3"), tmp_path))
     memory, order = device.sleeper, list[str]()
     (group,) = memory.groups
-    restore, send = group.tier.restore, memory._weights.send
-    memory.sleep([[7]])
+    fall_asleep, restore, send = memory.sleep, group.tier.restore, memory._weights.send
+    fall_asleep([[7]])
     with (
         patch.object(group.tier, "restore", side_effect=lambda *given: (order.append("blocks"), restore(*given))[1]),
         patch.object(memory._weights, "send", side_effect=lambda *given: (order.append("weights"), send(*given))[1]),
