@@ -3,8 +3,8 @@ threads send. It knows no sockets of gateways and no steps.
 
 A sequence that moves goes on computing here, and its blocks follow it run by run; once the receiver holds all there are
 it ends as moved. Where devices copy them, which takes a few milliseconds, a prompt is computed to its end and no
-further: what another step here gave would come later than from the receiver. Whatever goes wrong before that ends its
-handover, and nothing else.
+further: what another step here gave would come later than from the receiver. Its steps are short enough that little is
+left to copy behind the last one. Whatever goes wrong before that ends its handover, and nothing else.
 """
 
 import math
@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final
 
 from engine.handover.dial import dial
+from engine.handover.messages import WINDOW_RUN_BYTES_MAX
 from engine.handover.receiver import BlockFormat
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.log import log
@@ -35,6 +36,8 @@ LINKS_MAX: Final = 64  # whose speed is remembered
 _LINK_KEPT: Final = 0.75  # of a link's speed, when another handover has measured it
 _STOPPED_S: Final = 0.1  # that a sequence waits for its handover, from the end of its prompt on
 _END_S: Final = 0.5  # for a handover that was given up to let go of its memory
+_CHUNK_BYTES: Final = WINDOW_RUN_BYTES_MAX  # that a step adds to what a device copies behind it,
+_CHUNK_TOKENS_MIN: Final = 1024  # or more: shorter steps do not make up for reading the weights
 _MORE_BLOCKS: Final = 4  # that a sequence may fill while it moves, beyond which they are computed again
 
 
@@ -98,7 +101,7 @@ class Departures:
             self._unsent_tokens,
             costs.chunk_tokens,
             *costs.costs,
-            self.format.block_bytes // self.unshared.block_tokens,
+            self._token_bytes,
             self.links,
         )
 
@@ -123,6 +126,7 @@ class Departures:
             windows = self.exchange is not None and self.exchange.windows is not None
             if windows and order.address.startswith("unix:") and not sequence.emitted:
                 departure.resumes_s, sequence.stop_at = math.inf, len(sequence.tokens)
+                sequence.chunk_limit = max(_CHUNK_TOKENS_MIN, _CHUNK_BYTES // self._token_bytes)
 
     def turn(self) -> list[tuple[int, HandOverFailed]]:
         """Moves what can be moved now. Returns what failed, with its owners."""
@@ -131,6 +135,10 @@ class Departures:
             budget -= self._advance(key, departure, budget)
         failed, self._failed = self._failed, []
         return failed
+
+    @property
+    def _token_bytes(self) -> int:
+        return self.format.block_bytes // self.unshared.block_tokens
 
     @property
     def _sequences(self) -> list[Sequence]:
@@ -193,7 +201,7 @@ class Departures:
             departure.resumes_s = self.clock() + _STOPPED_S
         copied_here = outgoing is not None and outgoing.state == HandoverState.MOVING and not outgoing.in_window
         if copied_here or self.clock() >= departure.resumes_s:
-            sequence.stop_at = None
+            sequence.stop_at = sequence.chunk_limit = None
 
     def _learn(self, outgoing: OutgoingHandover) -> None:
         """Takes in how fast a handover's blocks came."""
@@ -240,7 +248,7 @@ class Departures:
     def _end(self, key: tuple[int, int], problem: str | None = None) -> None:
         """Ends a departure; with a problem its sequence stays."""
         departure = self._moving.pop(key)
-        departure.sequence.stop_at = None
+        departure.sequence.stop_at = departure.sequence.chunk_limit = None
         if departure.outgoing is not None:
             departure.outgoing.abort()
         if problem is not None:

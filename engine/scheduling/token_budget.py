@@ -133,9 +133,9 @@ class TokenBudget:
         accounts far behind theirs; the rest is then shared out anew. One goes on, so that the step stays as short as
         one beside decodes has to be."""
         short = {
-            sequence: sequence.pending - 1 - rows
+            sequence: sequence.wanted_rows - rows
             for sequence, rows in extra.items()
-            if sequence.pending > 1 + rows and (self._bound_by_time or sequence.computed > sequence.cached_tokens)
+            if sequence.wanted_rows > rows and (self._bound_by_time or sequence.computed > sequence.cached_tokens)
         }
         if not short:
             return set()
@@ -170,7 +170,7 @@ class _Claims:
             accounts.setdefault(sequence.account_queue, []).append(sequence)
         self._accounts = list(accounts)
         orders = [[oldest, *sorted(others, key=lambda prompt: prompt.pending)] for oldest, *others in accounts.values()]
-        self._requested = [[sequence.pending - 1 for sequence in order] for order in orders]
+        self._requested = [[sequence.wanted_rows for sequence in order] for order in orders]
         self._sums = [sum(requested) for requested in self._requested]
         self.order = [sequence for order in orders for sequence in order]
         self.requested = sum(self._sums)

@@ -157,6 +157,7 @@ class Sequence:
     prefix_source: "tuple[Sequence, int] | None" = None  # which sequence computes a prefix of it, of how many blocks
     inflight_steps: int = 0  # that read or write its blocks, a load from the host counted as one
     stop_at: int | None = None  # steps compute no token from this one on: it is about to go on elsewhere
+    chunk_limit: int | None = None  # a step computes no more of its prompt: what it computed leaves meanwhile
     loading_blocks: int = 0  # behind its computed tokens, on their way from the host: it is in no step until then
     computed: int = 0
     launched: int = 0
@@ -174,6 +175,11 @@ class Sequence:
     def pending(self) -> int:
         """Known tokens that no step computes yet; the step that computes the last of them samples the next one."""
         return len(self.tokens) - self.launched
+
+    @property
+    def wanted_rows(self) -> int:
+        """Rows beyond its first one that it has tokens for in a step."""
+        return (self.pending if self.chunk_limit is None else min(self.pending, self.chunk_limit)) - 1
 
     @property
     def awaits_image(self) -> bool:

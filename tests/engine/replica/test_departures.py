@@ -33,13 +33,14 @@ class Departing:
     """A sequence with a prompt of eight tokens that moves, and its clock."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, in_window: bool, address: str = "unix:x", emitted: int = 0
-    ) -> None:
+        self, monkeypatch: pytest.MonkeyPatch, in_window: bool, address: str = "unix:x", emitted: int = 0,
+        block_bytes: int = 64,
+    ) -> None:  # fmt: skip
         self.seconds = 0.0
         self.outgoing = Outgoing(in_window)
         self.sequence = SimpleNamespace(
             state=SequenceState.RUNNING, tokens=array("I", range(8)), images=(), namespace=SPACE, emitted=emitted,
-            stop_at=None, computed=0, decoding=True, loading_blocks=0,
+            stop_at=None, chunk_limit=None, computed=0, decoding=True, loading_blocks=0,
         )  # fmt: skip
         monkeypatch.setattr(Departures, "_open", lambda *_: self.outgoing)
         exchange: Any = SimpleNamespace(windows=object())
@@ -47,7 +48,7 @@ class Departing:
             waiting=SimpleNamespace(sequences={(1, 1): self.sequence}), move=lambda _: None, step_costs=None
         )
         self.departures = Departures(
-            exchange, BlockFormat("7", "m", "r", "kv", 64), intake, SPACE, "unix:own", lambda: None,
+            exchange, BlockFormat("7", "m", "r", "kv", block_bytes), intake, SPACE, "unix:own", lambda: None,
             clock=lambda: self.seconds,
         )  # fmt: skip
         self.departures.begin(1, HandOver(1, address, "7", b"k" * 32))
@@ -76,12 +77,23 @@ def test_it_goes_on_as_soon_as_its_handover_ends(monkeypatch: pytest.MonkeyPatch
     departing = Departing(monkeypatch, in_window=True)
     assert departing.turn(HandoverState.MOVING) == 8
     assert departing.turn(end) is None
+    assert departing.sequence.chunk_limit is None
+
+
+def test_steps_of_a_prompt_that_devices_copy_add_one_run_each_and_are_worth_their_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = Departing(monkeypatch, in_window=True, block_bytes=(128 << 10) * SPACE.block_tokens)
+    assert few.sequence.chunk_limit == 2048, "256 MiB of 128 KiB"
+    many = Departing(monkeypatch, in_window=True, block_bytes=(2 << 20) * SPACE.block_tokens)
+    assert many.sequence.chunk_limit == 1024
 
 
 def test_what_the_host_copies_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     departing = Departing(monkeypatch, in_window=False)
     assert departing.sequence.stop_at == 8
     assert departing.turn(HandoverState.MOVING) is None
+    assert departing.sequence.chunk_limit is None
 
 
 def test_what_goes_to_another_host_and_what_answers_already_never_stops(monkeypatch: pytest.MonkeyPatch) -> None:

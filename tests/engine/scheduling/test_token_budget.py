@@ -128,6 +128,15 @@ def test_no_account_gets_more_rows_than_it_wants() -> None:
     assert TokenBudget(limits(step_tokens=100, prompt_step_tokens=100)).share([long, fresh]) == {long: 79, fresh: 19}
 
 
+def test_a_prompt_whose_blocks_leave_meanwhile_has_no_more_rows_of_a_step_than_it_is_limited_to() -> None:
+    leaving, other = running(900, 0), running(400, 0)
+    leaving.chunk_limit = 64
+    extra = TokenBudget(limits(step_tokens=602, prompt_step_tokens=602)).share([leaving, other])
+    assert (extra[leaving], extra[other]) == (63, 399)
+    leaving.launched = 880
+    assert TokenBudget(limits()).share([leaving]) == {leaving: 19}, "the rest is less than that"
+
+
 def test_a_step_that_did_not_fit_halves_the_next_and_each_that_fits_lets_it_grow() -> None:
     budget = TokenBudget(limits(step_tokens=512, prompt_step_tokens=512))
     budget.halve(400)
