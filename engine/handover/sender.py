@@ -91,6 +91,7 @@ class OutgoingHandover:
         self._queue: queue.SimpleQueue[tuple[BlockRun, Piece] | HandoverSeal | None] = queue.SimpleQueue()
         self._channel: MessageChannel | None = None
         self._sealing = False
+        self._finished = False  # the thread takes nothing more
         self._thread = threading.Thread(target=self._run, name="handover", daemon=True)
         self._thread.start()
 
@@ -118,6 +119,8 @@ class OutgoingHandover:
         """Queues the blocks of these names, with which the piece is filled."""
         self._queue.put((BlockRun(self.pushed, b"".join(names), []), piece))
         self.pushed += len(names)
+        if self._finished:
+            self._drop_queued()
 
     def seal(self) -> None:
         """What was pushed is all."""
@@ -151,6 +154,7 @@ class OutgoingHandover:
         except (OSError, ValueError, HandoverLost) as error:  # a HandoverError is a ValueError
             problem = str(error) or type(error).__name__
         finally:
+            self._finished = True
             self._drop_queued()
             if self._transport is not None:
                 self._transport.close()
@@ -161,11 +165,12 @@ class OutgoingHandover:
 
     def _drop_queued(self) -> None:
         """Waits for what was copied and goes nowhere: nothing of it is left in memory that others get."""
-        while not self._queue.empty():
-            item = self._queue.get()
-            if isinstance(item, tuple):
-                with suppress(HandoverLost):
-                    item[1].checksums()
+        with suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if isinstance(item, tuple):
+                    with suppress(HandoverLost):
+                        item[1].checksums()
 
     def _open(self, channel: MessageChannel) -> Transport:
         """Raises HandoverLost, and HandoverError where it is refused."""

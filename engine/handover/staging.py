@@ -27,9 +27,7 @@ from prefixcache.radix import TOKEN_BYTES
 
 HANDOVERS_MAX: Final = 256  # held at once
 CLAIM_S: Final = 5.0  # from the last block to the claim, and from the claim to its sequence's turn
-_WRITES_END_S: Final = (
-    0.1  # what a sender that ended had begun is written to its window by then; one that lives zeroes it
-)
+_WRITES_END_S: Final = 0.1  # what a sender that ended had begun is in its window by then; one that lives zeroes it
 _SPARE_TIMES: Final = 4  # memory is used again for handovers of at least this part of it
 SHARES_MEMORY: Final = hasattr(os, "memfd_create")
 
@@ -106,6 +104,7 @@ class StagingArea:
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="handover-close")
         self._clock = clock
         self._purges = 0
+        self._reclaims = 0  # of the windows' memory
         self._lock = threading.Lock()
         self._held: dict[bytes, StagedPrefix] = {}
         self._bytes = 0  # of what is held and of
@@ -124,9 +123,12 @@ class StagingArea:
     def open(self, id: bytes, block_bytes: int, blocks: int, shared: bool, windows: str = "") -> StagedPrefix:
         """Memory for a handover that begins, the device's where the sender has `windows` of its kind. Raises
         StagingRefused."""
+        reclaims = self._reclaims
         window = self._make_window(blocks, windows if shared else "")
         try:
             with self._lock:
+                if window is not None and reclaims != self._reclaims:
+                    raise StagingRefused(HandoverFault.FULL, "the device's memory is wanted back")
                 if id in self._held:
                     raise StagingRefused(HandoverFault.INVALID, "a handover of this id is held already")
                 if len(self._held) >= HANDOVERS_MAX:
@@ -210,6 +212,7 @@ class StagingArea:
     def release_windows(self) -> None:
         """Gives the device its memory back: what lies there is found no more, and what still comes is to end."""
         with self._lock:
+            self._reclaims += 1
             in_windows = [staged for staged in self._held.values() if staged.memory.in_window]
         for staged in in_windows:
             staged.whole, staged.revoked = 0, True
@@ -277,9 +280,9 @@ class StagingArea:
         memory = staged.memory
         if isinstance(memory, WindowMemory):
             try:
-                self._closing.submit(self._drop_window, staged, memory.window)
+                self._closing.submit(self._drop_window, staged, memory.window, time.monotonic())
             except RuntimeError:  # the area is closed
-                self._drop_window(staged, memory.window)
+                self._drop_window(staged, memory.window, time.monotonic())
             return
         memory.erase()
         with self._lock:
@@ -290,10 +293,10 @@ class StagingArea:
                 self._bytes -= memory.host_bytes
                 memory.close()
 
-    def _drop_window(self, staged: StagedPrefix, window: BlockWindow) -> None:
+    def _drop_window(self, staged: StagedPrefix, window: BlockWindow, released_s: float) -> None:
         """Closes a window beside the loop, which would wait for the device."""
         if not staged.sealed:
-            time.sleep(_WRITES_END_S)
+            time.sleep(max(0.0, released_s + _WRITES_END_S - time.monotonic()))
         try:
             window.close()
         finally:

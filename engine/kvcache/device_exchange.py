@@ -267,10 +267,10 @@ class DeviceWindows:
             self.held_bytes += size
         with ExitStack() as undoing:
             undoing.callback(self._count, -size)
-            self.driver.attach()
+            address = self._reserve(size, undoing)
             handle, descriptor = self.driver.make(size)
             undoing.callback(os.close, descriptor)
-            address = self._place(size, handle)
+            self.driver.place(address, size, handle)
             undoing.pop_all()
         return DeviceWindow(self, address, size, blocks, descriptor)
 
@@ -278,8 +278,10 @@ class DeviceWindows:
         """As in BlockWindows."""
         size = self._size(blocks)
         try:
-            self.driver.attach()
-            address = self._place(size, self.driver.open(descriptor))
+            with ExitStack() as undoing:
+                address = self._reserve(size, undoing)
+                self.driver.place(address, size, self.driver.open(descriptor))
+                undoing.pop_all()
         except (OutOfDeviceMemory, RuntimeError, OSError) as error:
             raise WindowUnreachable(str(error)) from error
         finally:
@@ -293,12 +295,11 @@ class DeviceWindows:
         self.driver.release(address, size)
         self._count(-size if made else 0)
 
-    def _place(self, size: int, handle: int) -> int:
-        with ExitStack() as undoing:
-            address = self.driver.reserve(size)
-            undoing.callback(self.driver.release, address, size)
-            self.driver.place(address, size, handle)
-            undoing.pop_all()
+    def _reserve(self, size: int, undoing: ExitStack) -> int:
+        """A range of addresses, before there is memory that it would have to give back."""
+        self.driver.attach()
+        address = self.driver.reserve(size)
+        undoing.callback(self.driver.release, address, size)
         return address
 
     def _size(self, blocks: int) -> int:

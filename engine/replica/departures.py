@@ -31,7 +31,8 @@ from prefixcache.namespace import Namespace
 from prefixcache.radix import TOKEN_BYTES
 
 OUTGOING_MAX: Final = 64  # sequences that move away at once
-TURN_PIECES: Final = 8  # copied between two steps, of at most 1 MiB each
+_TURN_BYTES: Final = 8 << 20  # copied between two steps by the host,
+_TURN_WINDOW_BYTES: Final = 1 << 30  # or by a device, for which the next steps wait: 3 ms of NVLink
 LINKS_MAX: Final = 64  # whose speed is remembered
 _LINK_KEPT: Final = 0.75  # of a link's speed, when another handover has measured it
 _STOPPED_S: Final = 0.1  # that a sequence waits for its handover, from the end of its prompt on
@@ -82,6 +83,12 @@ class Departures:
         """How many sequences move now."""
         return len(self._moving)
 
+    @property
+    def resumes_s(self) -> float:
+        """When the first sequence that waits for its handover goes on without."""
+        waiting = (each for each in self._moving.values() if each.sequence.stop_at is not None)
+        return min((each.resumes_s for each in waiting), default=math.inf)
+
     def prefill_load(self) -> PrefillLoad | None:
         """What computing a prompt takes here and how much of that is to do; None where nothing moves."""
         if not self.address:
@@ -130,7 +137,7 @@ class Departures:
 
     def turn(self) -> list[tuple[int, HandOverFailed]]:
         """Moves what can be moved now. Returns what failed, with its owners."""
-        budget = TURN_PIECES
+        budget = 1.0
         for key, departure in list(self._moving.items()):
             budget -= self._advance(key, departure, budget)
         failed, self._failed = self._failed, []
@@ -165,8 +172,9 @@ class Departures:
             each.wait_ended(_END_S)
         self._moving.clear()
 
-    def _advance(self, key: tuple[int, int], departure: _Departure, budget: int) -> int:
-        """Takes a departure as far as it goes now. Returns how many pieces it took."""
+    def _advance(self, key: tuple[int, int], departure: _Departure, budget: float) -> float:
+        """Takes a departure as far as it goes now. Returns how much of a turn's copies it took, about `budget` at
+        most."""
         sequence, outgoing = departure.sequence, departure.outgoing
         self._resume(departure)
         if sequence.state == SequenceState.ENDED:
@@ -189,7 +197,7 @@ class Departures:
                 return self._push(departure, outgoing, budget)
             except OutOfDeviceMemory as error:
                 self._end(key, str(error))
-        return 0
+        return 0.0
 
     def _resume(self, departure: _Departure) -> None:
         """Has a sequence compute on that was to stop behind its prompt: where no device copies its blocks after all,
@@ -220,13 +228,14 @@ class Departures:
         windows = None if self.exchange is None else self.exchange.windows
         return OutgoingHandover(plan, self.format, partial(dial, folder=folder), self.on_news, windows=windows)
 
-    def _push(self, departure: _Departure, outgoing: OutgoingHandover, budget: int) -> int:
+    def _push(self, departure: _Departure, outgoing: OutgoingHandover, budget: float) -> float:
         """Begins to copy blocks that are full, and seals once these were all and the prompt's end is among them.
-        Returns how many pieces it copied itself. Raises OutOfDeviceMemory."""
+        Returns how much of a turn's copies that took. Raises OutOfDeviceMemory."""
         assert self.exchange is not None
-        sequence, size, pieces = departure.sequence, self.unshared.block_tokens, 0
+        sequence, size, taken = departure.sequence, self.unshared.block_tokens, 0.0
+        turn_bytes = _TURN_WINDOW_BYTES if outgoing.in_window else _TURN_BYTES
         full = min(sequence.computed // size, outgoing.plan.blocks)
-        while outgoing.pushed < full and pieces < budget:
+        while outgoing.pushed < full and taken < budget:
             first, count = outgoing.pushed, min(full - outgoing.pushed, outgoing.max_run)
             if (piece := outgoing.piece(count)) is None:
                 break
@@ -240,10 +249,10 @@ class Departures:
             outgoing.push(names, piece)
             self.counters["sent_blocks"] += count
             self.counters["window_blocks"] += count * outgoing.in_window
-            pieces += not outgoing.in_window
+            taken += count * self.format.block_bytes / turn_bytes
         if outgoing.pushed >= full and sequence.emitted and sequence.decoding and not sequence.loading_blocks:
             outgoing.seal()
-        return pieces
+        return taken
 
     def _end(self, key: tuple[int, int], problem: str | None = None) -> None:
         """Ends a departure; with a problem its sequence stays."""

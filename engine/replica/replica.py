@@ -142,7 +142,8 @@ class Replica:
         if self._loop.idle or self._resting:
             self._heartbeat.enter(ReplicaPhase.IDLE)
             if not (self._sleep.settled and self._executor.warm_up()) and not self._sweeping:
-                wait_s = self._sleep.pause_s(max(0.0, self._tick_at - self._clock()))
+                until = min(self._tick_at, self._handovers.departures.resumes_s)
+                wait_s = self._sleep.pause_s(max(0.0, until - self._clock()))
         for key, _ in self._selector.select(wait_s):
             key.data()
         if self._drain_wanted and self._drain_until is None:

@@ -58,7 +58,7 @@ def watch(marks: Marks) -> None:
         step = launch(self, plan)
         return step if isinstance(step, FailedLaunch) else _TimedStep(marks, step)
 
-    def timed_push(self: Departures, departure: Any, outgoing: Any, budget: int) -> int:
+    def timed_push(self: Departures, departure: Any, outgoing: Any, budget: float) -> float:
         sequence, id = departure.sequence, handover_id(departure.order.key)
         if sequence.emitted and id not in marks.departed:
             marks.departed.add(id)

@@ -3,6 +3,7 @@ it then."""
 
 import contextlib
 import secrets
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.staging import StagingArea
 from engine.kvcache.tensors import KVPool, KVShape
 from engine.protocol.connection import listen
+from engine.step.exchange import BlockWindow
 from prefixcache.names import BlockNames, next_name
 from prefixcache.namespace import Namespace
 from tests.support.waiting import wait_for
@@ -203,6 +205,53 @@ def test_a_model_that_sleeps_gives_the_device_its_memory_back(sides: Sides) -> N
     assert coming.state is HandoverState.FAILED
     claimed.release()
     sides.holds_nothing()
+
+
+def test_a_window_that_is_made_while_the_model_falls_asleep_is_given_back(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = sides.into.windows.make
+
+    def made_meanwhile(blocks: int) -> BlockWindow:
+        window = make(blocks)
+        sides.area.release_windows()
+        return window
+
+    monkeypatch.setattr(sides.into.windows, "make", made_meanwhile)
+    sender = sides.sender(secrets.token_bytes(32))
+    wait_for(lambda: sender.ended)
+    assert "the device's memory is wanted back" in sender.problem
+    sides.holds_nothing()
+
+
+def test_windows_whose_senders_ended_are_waited_for_all_at_once(sides: Sides) -> None:
+    staged = [sides.area.open(bytes([number]) * 16, SHAPE.block_bytes, 1, True, "host") for number in range(30)]
+    began_s = time.monotonic()
+    for each in staged:
+        each.release()
+    sides.holds_nothing()
+    assert time.monotonic() - began_s < 1.5, "one after the other they take 3 s"
+
+
+def test_what_is_pushed_to_a_handover_that_has_just_ended_is_waited_for(sides: Sides) -> None:
+    sender = sides.sender(secrets.token_bytes(32))
+    piece = wait_for(lambda: sender.piece(1))
+    sender.abort()
+    sender.wait_ended(5.0)
+    waited: list[bool] = []
+
+    class Late:
+        took_us = 0
+
+        def fill(self, exchange: object, blocks: object) -> None: ...
+
+        def checksums(self) -> list[int]:
+            waited.append(True)
+            return []
+
+    assert piece is not None
+    sender.push([b"n" * 32], Late())
+    assert waited == [True]
 
 
 def test_an_answer_out_of_place_ends_the_handover(sides: Sides) -> None:

@@ -152,6 +152,25 @@ def test_memory_that_is_no_window_or_too_small_is_out_of_reach_and_costs_nothing
     own.close()
 
 
+def test_where_there_is_no_place_for_a_window_its_memory_is_not_even_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, descriptor = exchange(pool()), os.memfd_create("window")
+    os.ftruncate(descriptor, 1 << 20)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def full(_: object, size: int) -> int:
+        raise OutOfDeviceMemory(f"no {size} addresses are left")
+
+    monkeypatch.setattr(HostWindowDriver, "reserve", full)
+    with pytest.raises(OutOfDeviceMemory):
+        own.windows.make(1)
+    with pytest.raises(WindowUnreachable):
+        own.windows.open(os.dup(descriptor), 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert own.windows.held_bytes == 0
+    own.close()
+    os.close(descriptor)
+
+
 def test_blocks_go_through_host_memory_as_well() -> None:
     source, target = pool(), pool()
     out, into = exchange(source), exchange(target)

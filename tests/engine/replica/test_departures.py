@@ -1,10 +1,12 @@
 """engine/replica/departures.py: where devices copy blocks, a prompt is computed to its end and no further; anything
 else goes on."""
 
+import math
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.handover.receiver import BlockFormat
@@ -24,6 +26,14 @@ class Outgoing:
         self.state, self.in_window, self.problem = HandoverState.ASKING, in_window, ""
         self.pushed, self.whole, self.bytes_s, self.plan = 0, 0, 0.0, SimpleNamespace(blocks=0, address="unix:x")
 
+    max_run = 1
+
+    def piece(self, count: int) -> Any:
+        return SimpleNamespace(fill=lambda *_: None)
+
+    def push(self, names: list[bytes], piece: Any) -> None:
+        self.pushed += len(names)
+
     def abort(self) -> None: ...
 
     def seal(self) -> None: ...
@@ -40,7 +50,7 @@ class Departing:
         self.outgoing = Outgoing(in_window)
         self.sequence = SimpleNamespace(
             state=SequenceState.RUNNING, tokens=array("I", range(8)), images=(), namespace=SPACE, emitted=emitted,
-            stop_at=None, chunk_limit=None, computed=0, decoding=True, loading_blocks=0,
+            stop_at=None, chunk_limit=None, computed=0, decoding=True, loading_blocks=0, table=np.arange(8),
         )  # fmt: skip
         monkeypatch.setattr(Departures, "_open", lambda *_: self.outgoing)
         exchange: Any = SimpleNamespace(windows=object())
@@ -66,10 +76,13 @@ def test_a_prompt_that_devices_copy_stops_at_its_end_for_a_moment(monkeypatch: p
     assert departing.turn(HandoverState.MOVING) == 8
     departing.seconds = 60.0
     assert departing.turn(HandoverState.MOVING) == 8, "the prompt takes as long as it takes"
+    assert departing.departures.resumes_s == math.inf
     departing.sequence.emitted = 1
     assert departing.turn(HandoverState.MOVING) == 8
+    assert departing.departures.resumes_s == pytest.approx(60.1)
     departing.seconds = 60.2
     assert departing.turn(HandoverState.MOVING) is None
+    assert departing.departures.resumes_s == math.inf
 
 
 @pytest.mark.parametrize("end", [HandoverState.SEALED, HandoverState.FAILED])
@@ -87,6 +100,19 @@ def test_steps_of_a_prompt_that_devices_copy_add_one_run_each_and_are_worth_thei
     assert few.sequence.chunk_limit == 2048, "256 MiB of 128 KiB"
     many = Departing(monkeypatch, in_window=True, block_bytes=(2 << 20) * SPACE.block_tokens)
     assert many.sequence.chunk_limit == 1024
+
+
+@pytest.mark.parametrize(("in_window", "turn_bytes"), [(True, 1 << 30), (False, 8 << 20)])
+def test_a_turn_copies_no_more_than_the_next_step_may_wait_for(
+    monkeypatch: pytest.MonkeyPatch, in_window: bool, turn_bytes: int
+) -> None:
+    departing = Departing(monkeypatch, in_window, block_bytes=turn_bytes)
+    departing.outgoing.plan.blocks = departing.sequence.computed = 8
+    pushed = []
+    for _ in range(3):
+        departing.turn(HandoverState.MOVING)
+        pushed.append(departing.outgoing.pushed)
+    assert pushed == [1, 2, 2]
 
 
 def test_what_the_host_copies_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
