@@ -1,5 +1,5 @@
-"""Whether a process maps memory of a GPU that it does not see (CUDA_VISIBLE_DEVICES), and how fast it writes there: two
-processes, each with one GPU of two. It serves nothing, and says what the driver says.
+"""Whether a process maps memory of a GPU that it does not see (CUDA_VISIBLE_DEVICES), and how fast it writes there,
+beside one that it sees: two processes, each with one GPU of two. It serves nothing, and says what the driver says.
 
     python -m benchmarks.engine.moving.probe DEVICE SOCKET make|open    one of the two, as `probe` starts them
 """
@@ -23,16 +23,28 @@ ROOT = Path(__file__).parents[3]
 
 
 def probe(device: str) -> None:
-    """Records the rate of a copy into the other GPU's memory. Raises CalledProcessError where a side failed; it has
+    """Records the rates of copies into the other GPU's memory. Raises CalledProcessError where a side failed; it has
     said why."""
+    sights = {"a GPU that is not visible": ("0", "1"), "a GPU that is visible": ("0,1", "1,0")}
+    if device != "cuda":
+        sights = {"another process": ("0", "1")}
+    rates = {where: _rate(device, visible) for where, visible in sights.items()}  # before recording asks for a GPU
+    for where, rate in rates.items():
+        record(
+            "handovers", f"probe: copy of {BYTES >> 20} MiB into memory of {where}, median of {ROUNDS}", rate, "GB/s"
+        )
+
+
+def _rate(device: str, visible: tuple[str, str]) -> float:
+    """GB/s between two processes that see these GPUs, their own one first."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine.moving.probe", device, str(end.fileno()), side], cwd=ROOT,
-            pass_fds=[end.fileno()], env={**os.environ, "CUDA_VISIBLE_DEVICES": str(number), "PYTHONPATH": str(ROOT)},
+            pass_fds=[end.fileno()], env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE, text=True,
         )
-        for number, (side, end) in enumerate(zip(("make", "open"), ends, strict=True))
+        for gpus, side, end in zip(visible, ("make", "open"), ends, strict=True)
     ]  # fmt: skip
     for end in ends:
         end.close()
@@ -40,8 +52,7 @@ def probe(device: str) -> None:
     for process in processes:
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, process.args)
-    rate, where = float(said[1].split()[-1]), "a GPU that is not visible" if device == "cuda" else "another process"
-    record("handovers", f"probe: copy of {BYTES >> 20} MiB into memory of {where}, median of {ROUNDS}", rate, "GB/s")
+    return float(said[1].split()[-1])
 
 
 def make(driver: Any, peer: socket.socket, size: int) -> None:
