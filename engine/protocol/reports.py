@@ -40,7 +40,7 @@ class InspectionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The files that starts of a model take over, which `python -m engine.execution.warmup` found or prepared."""
+    """The files that starts of a model take over, which `python -m engine.replica.warmup` found or prepared."""
 
     needed: bool  # there is something that later starts would have to find out
     found: bool  # it was there already

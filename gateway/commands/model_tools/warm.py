@@ -14,10 +14,13 @@ import msgspec
 from cyclopts import Parameter
 from tqdm import tqdm
 
+from engine.hostinfo import gpus
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
+from engine.protocol.rank_layout import RankLayout
 from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
 from gateway.catalogue.catalogue import model_entries, spec_of
+from gateway.commands.model_tools.layout import is_shared_out, layouts_on
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import print_json
 from gateway.config import Config, SettingsError
@@ -31,8 +34,9 @@ examples:
 The first start of a model on a kind of GPU compiles its kernels and measures what its steps take, some half a minute;
 all later ones take that over. It lies beside the weights, in MODEL/.hearth, and goes with them to other hosts with such
 a GPU; where that folder cannot be written, in the state folder, which serves models of the same sizes alike. Another
-GPU, driver, torch or version of Hearth needs its own: what does not fit is never used. On a CPU nothing is compiled,
-and only the number type that a model is fastest with is kept. A GPU needs room for the model beside what runs on it.
+GPU, driver, torch or version of Hearth needs its own: what does not fit is never used. A model of several GPUs is
+opened on as many. On a CPU nothing is compiled, and only the number type that a model is fastest with is kept. A GPU
+needs room for the model beside what runs on it.
 """
 
 
@@ -72,7 +76,17 @@ def _chosen(config: Config, names: Sequence[str], every: bool) -> list[ModelSpec
         raise SettingsError("say which models to warm: their names, or --all")
     if unknown := [name for name in names if name not in known]:
         raise SettingsError(f"the catalogue has no {', '.join(unknown)}; `hearth models list` shows what it has")
-    return [spec_of(config, entry) for name, entry in known.items() if every or name in names]
+    entries = [entry for name, entry in known.items() if every or name in names]
+    usable = gpus.usable_gpus(config.machine.device, gpus.installed_gpus()) if any(map(is_shared_out, entries)) else []
+    layouts = {entry.name: layout for entry, layout in layouts_on(config, entries, usable)}
+    return [_laid_out(spec_of(config, entry), layouts.get(entry.name)) for entry in entries]
+
+
+def _laid_out(spec: ModelSpec, layout: RankLayout | None) -> ModelSpec:
+    """The spec with as many GPUs and stages as an agent here would give it."""
+    if layout is None:
+        return msgspec.structs.replace(spec, gpus=spec.gpus or 1, stages=spec.stages or 1)
+    return msgspec.structs.replace(spec, gpus=layout.gpus, stages=layout.stages)
 
 
 def _warmed(config: Config, spec: ModelSpec, check: bool, report: Callable[[str], object]) -> dict[str, Any]:
@@ -81,7 +95,7 @@ def _warmed(config: Config, spec: ModelSpec, check: bool, report: Callable[[str]
     document: dict[str, Any] = {"name": spec.name, "problem": ""}
     specification, action = msgspec.json.encode(spec).decode(), ["look"] if check else []
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.execution.warmup", specification, config.machine.device, *action],
+        [sys.executable, "-P", "-m", "engine.replica.warmup", specification, config.machine.device, *action],
         env={KERNEL_CACHE_VARIABLE: str(config.kernels_folder), **os.environ},
         text=True,
         stdout=subprocess.PIPE,

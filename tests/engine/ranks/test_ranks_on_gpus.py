@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from engine.execution.open import inference_mode, open_model
+from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.ranks.fork import Ranks, fork_ranks
 from engine.ranks.group import RankLost
 from engine.ranks.open import open_ranked_model
+from engine.replica.warmup import warm_up
 from engine.step.executor import LoadedModel
 from engine.step.layout import SequenceSlice, pack_step
 from tests.support.small_models import BLOCK_TOKENS, reference_model, saved, spec
@@ -40,9 +42,13 @@ def said(function: str, *arguments: object) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def opened(folder: str, gpus: int, stages: int) -> tuple[LoadedModel, Ranks | None]:
+def model_of(folder: str, gpus: int, stages: int) -> ModelSpec:
     sizes = {"context_tokens": 256, "sequences": 8, "step_tokens": 128}
-    model = spec(Path(folder), gpus=gpus, stages=stages, dtype="float32", **sizes)
+    return spec(Path(folder), gpus=gpus, stages=stages, dtype="float32", **sizes)
+
+
+def opened(folder: str, gpus: int, stages: int) -> tuple[LoadedModel, Ranks | None]:
+    model = model_of(folder, gpus, stages)
     ranks = fork_ranks(model, "cuda", None)
     if ranks is None:
         return open_model(model, "cuda", None, lambda: None), None
@@ -67,6 +73,14 @@ def answers(folder: str, gpus: int, stages: int, rows_min: int = 16) -> None:
                 pass
             outputs.append(life(model.executor, model.memories, model.sleeper))  # by graphs
     print(json.dumps([[each.tokens_R.tolist(), each.logprobs] for life in outputs for each in life]))
+
+
+def keeps(folder: str, gpus: int, stages: int) -> None:
+    """Prints whether a start leaves what `hearth models warm --check` looks for."""
+    with inference_mode():
+        model, _ = opened(folder, gpus, stages)
+        model.close()
+        print(json.dumps(warm_up(model_of(folder, gpus, stages), "cuda", opening=False).found))
 
 
 def loses(folder: str, gpus: int, stages: int, number: int) -> None:
@@ -109,6 +123,11 @@ def test_two_gpus_answer_as_one_without_and_with_graphs(
             assert logprobs[row][0] == pytest.approx(logprob, abs=1e-3)
             assert ids == logprobs[row][1]
             np.testing.assert_allclose(logprobs[row][2], best, atol=1e-3)
+
+
+@pytest.mark.parametrize(("gpus", "stages"), [(2, 1), (1, 2)])
+def test_what_a_start_keeps_is_found(folder: str, gpus: int, stages: int) -> None:
+    assert said("keeps", folder, gpus, stages) is True
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

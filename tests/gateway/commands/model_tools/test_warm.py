@@ -59,6 +59,17 @@ def test_a_model_that_cannot_be_opened_says_why_and_the_others_are_looked_at(
     assert "Traceback" not in problems["@cf/no/model"]
 
 
+def test_a_model_of_several_ranks_is_opened_on_all_of_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = Path("hearth.toml")
+    settings.write_text(settings.read_text() + "gpus = 2\n")
+    status, (told,) = warm(capsys, "@cf/made/up")
+    assert (status, told["problem"]) == (0, "")
+    settings.write_text(settings.read_text().replace("gpus = 2", "gpus = 3"))
+    status, (told,) = warm(capsys, "@cf/made/up")
+    assert status == 1
+    assert "3 ranks" in told["problem"]
+
+
 @pytest.mark.parametrize("words", [[], ["@cf/made/up", "--all"], ["@cf/no/such"]])
 def test_what_to_warm_must_be_said(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main(["models", "warm", *words]) == 1

@@ -1,4 +1,4 @@
-"""What engine/execution/warmup.py prepares, and what a replica's start then takes over;
+"""What engine/replica/warmup.py prepares, and what a replica's start then takes over;
 tests/gateway/commands/model_tools/test_warm.py starts it."""
 
 import json
@@ -11,10 +11,10 @@ import pytest
 from engine.bench.geometries import write_folder
 from engine.execution import dtype_select, open
 from engine.execution.artifacts import CpuArtifact, cpu_artifacts
-from engine.execution.warmup import main, warm_up
 from engine.models.config import read_decoder_config
 from engine.protocol.reports import WarmupReport
 from engine.protocol.specs import ModelSpec
+from engine.replica.warmup import main, warm_up
 from tests.support.batch_invariance import skip_if_bfloat16_varies
 
 pytestmark = pytest.mark.usefixtures("inference")
