@@ -5,7 +5,8 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget, available_memory_bytes
+from engine.hostinfo import memory as host_memory
+from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
 from engine.protocol.rank_layout import layout_on
 from engine.protocol.specs import HOST_MEMORY_SHARE
 from gateway.catalogue.catalogue import spec_of
@@ -117,7 +118,11 @@ def _free(text: str, needed: int, budgets: list[DeviceBudget]) -> Finding:
 
 def _standby(config: Config, others: list[SizedModel]) -> Finding:
     """Whether all that is not pinned can sleep in host memory, from where it wakes soonest."""
-    memory = config.machine.memory_bytes or int(HOST_MEMORY_SHARE * available_memory_bytes())
+    total_bytes, free_bytes = host_memory.host_memory_bytes()
+    memory = config.machine.memory_bytes or int(HOST_MEMORY_SHARE * free_bytes)
+    if memory > total_bytes:
+        text = f"machine.memory_bytes is {format_bytes(memory)}, and this host has {format_bytes(total_bytes)}"
+        return wrong("standby", text, "set less, or leave it out: models that sleep would take what is not there")
     needed = sum(model.standby_bytes for model in others)
     text = f"{format_bytes(memory)} of host memory for models that sleep, which take up to {format_bytes(needed)}"
     names = exceeding_memory(memory, others)

@@ -266,6 +266,11 @@ def test_models_that_do_not_fit_at_once_take_turns_and_host_memory_is_looked_at(
     settings = (here / "hearth.toml").read_text()
     (here / "hearth.toml").write_text(settings.partition("[machine]")[0])
     assert host.found(0, small)["standby"][0]["verdict"] == "ok"
+    with (here / "hearth.toml").open("a") as file:
+        file.write("[machine]\nmemory_bytes = 9000000000\n")
+    (standby,) = host.found(1, small)["standby"]
+    assert (standby["verdict"], "this host has 8.0 GiB" in standby["found"]) == ("wrong", True)
+    (here / "hearth.toml").write_text(settings.partition("[machine]")[0])
     assert "all at once" in host.found(0, small, small)["memory"][0]["found"]
 
 
