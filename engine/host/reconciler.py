@@ -188,7 +188,8 @@ class PlacementReconciler:
             region=self._spec.region,
         )
         replica.devices = placement.devices
-        if not replica.supervisor.start(spec, environment_on(devices), now):
+        peers = self._devices if spec.model.handover_bytes else []
+        if not replica.supervisor.start(spec, environment_on(devices, peers), now):
             self._counts["start_failed"] += 1
             return
         if whole_device:
