@@ -14,6 +14,7 @@ import msgspec
 from engine.process.files import replace_file
 from gateway.catalogue.mirror import mirrored_settings, read_mirror
 from gateway.config import Config, ModelEntryConfig, SettingsError
+from gateway.declared_problems import declared_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def parse_entry(settings: dict[str, Any], where: object) -> ModelEntryConfig:
         if str(error).endswith("`$.name`"):
             text = f"{settings['name']!r} is no name of a model; one is like @cf/acme/notes, acme/notes or notes"
             raise SettingsError(f"{where}: {text}") from error
-        raise SettingsError(f"{where}: {error}") from error
+        raise SettingsError(f"{where}: {declared_problem(str(error), ModelEntryConfig)}") from error
 
 
 def _read(path: Path) -> Registration:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import inspect
 
 from gateway.errors import ApiError, bad_input, body_missing
-from gateway.http.field_hints import allowed_ranges, allowed_words, similar_field, union_members
+from gateway.field_hints import allowed_ranges, allowed_words, similar_field, union_members
 from gateway.http.unknown_fields import UnknownField
 
 DEPTH_MAX: Final = 64

@@ -8,7 +8,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from gateway.errors import ApiError
-from gateway.http.field_hints import STEP
+from gateway.field_hints import STEP
 
 IGNORED_FIELDS_MAX: Final = 16  # of one body; each costs a further reading of it
 _SHOWN_CHARS: Final = 64

@@ -88,7 +88,7 @@ def test_a_wrong_edit_is_named_with_its_line_and_what_was_served_before_is_serve
     with serving(tmp_path, good.removeprefix(ONE_THREAD)) as hearth:
         (tmp_path / "hearth.toml").write_text(good + '[[models]]\nname = "notes"\nreplicas = 0\n')
         line = len(good.splitlines()) + 3
-        wrong = f"hearth.toml: line {line}: Expected `int` >= 1"
+        wrong = f"hearth.toml: line {line}: models[2].replicas: expected a whole number >= 1"
         gateway, machine = (tmp_path / ".hearth" / f"{name}.log" for name in ("gateway", "machine"))
         wait_for(lambda: wrong in gateway.read_text() and wrong in machine.read_text())
         assert main(["models", "list"]) == 1

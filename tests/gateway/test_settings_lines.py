@@ -46,7 +46,10 @@ def test_an_error_has_the_line_of_its_value_or_of_its_table(error: str, line: in
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[[models]]\nname = 'a'\n\nreplicas = 0\n", "hearth.toml: line 4: Expected `int` >= 1"),
+        (
+            "[[models]]\nname = 'a'\n\nreplicas = 0\n",
+            "hearth.toml: line 4: models[0].replicas: expected a whole number >= 1",
+        ),
         (
             "[[models]]\nname = 'a'\n[[models]]\nname = 'b'\naliases = ['a']\n",
             "line 5: the model a is there",

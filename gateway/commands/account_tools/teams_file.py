@@ -15,6 +15,7 @@ import yaml
 from msgspec import UNSET, UnsetType, structs
 
 from gateway.admin.account import SettingsChange
+from gateway.declared_problems import declared_problem
 from tenants.auth.accounts import checked_account_name, checked_name
 from tenants.auth.api_token import holds_token
 from tenants.records.accounts import Plan, name_key
@@ -139,7 +140,7 @@ class _Reader:
             node = yaml.compose(content, Loader=yaml.SafeLoader)
             return {} if node is None else self._value(node, ())
         except yaml.YAMLError as error:
-            raise InvalidTeams([f"{self._path}: {' '.join(str(error).split())}"]) from None
+            raise InvalidTeams([_not_yaml(self._path, error)]) from None
         except RecursionError:
             raise InvalidTeams([f"{self._path} has too many levels"]) from None
 
@@ -221,7 +222,7 @@ class _Reader:
         try:
             return msgspec.convert(value, kind, strict=False)
         except msgspec.ValidationError as error:
-            self._tell((*place, *_place_in(str(error))), _PATH.sub("", str(error)))
+            self._tell((*place, *_place_in(str(error))), declared_problem(str(error), kind).problem)
         return None
 
     def _tell(self, place: _Place, problem: str) -> None:
@@ -229,6 +230,14 @@ class _Reader:
         where = f"{self._path}:{line}" if line is not None else self._path
         names = ".".join("…" if holds_token(str(step)) else str(step) for step in place)
         self.problems.append(f"{where}: {names}: {problem}" if names else f"{where}: {problem}")
+
+
+def _not_yaml(path: str, error: yaml.YAMLError) -> str:
+    """What the parser said, behind the line at which it gave up."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return f"{path}: {' '.join(str(error).split())}"
+    said = " ".join(each for each in (error.context, error.problem) if each)
+    return f"{path}:{error.problem_mark.line + 1}: this is not YAML: {said}"
 
 
 def _without_dates(value: Any) -> Any:

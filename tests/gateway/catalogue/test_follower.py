@@ -64,8 +64,8 @@ async def test_what_is_wrong_changes_nothing_and_is_reported_until_it_is_right(
     async with following(tmp_path) as catalogue:
         config, before = load_config(tmp_path / "hearth.toml"), list(catalogue)
         for text, said in (
-            (GOOD + "replicas = 0\n", "line 5: Expected `int` >= 1"),
-            (GOOD + "colour = 1\n", "line 5: Object contains unknown field `colour`"),
+            (GOOD + "replicas = 0\n", "line 5: models[0].replicas: expected a whole number >= 1"),
+            (GOOD + "colour = 1\n", "line 5: models[0].colour: there is no such field"),
             (GOOD + "x = \n", "at line 5"),
             (GOOD + f'aliases = ["{BUILT_IN}"]\n', f"the alias {BUILT_IN} of notes is a name of {BUILT_IN}"),
             (GOOD.replace("5.0", "5.0, input = 1.0, cached_input = 2.0"), "models.price of notes"),

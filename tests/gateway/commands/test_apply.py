@@ -195,7 +195,15 @@ def test_an_account_that_is_named_by_its_id_gets_the_files_name(shell: Shell, tm
         ("plans:\n  a: {floor_blocks: 5, cap_blocks: 3}\n", "floor_blocks 5 is above cap_blocks 3"),
         ("plans: [a]\n", "'plans' has names"),
         ("- a\n", "expected plans and accounts"),
-        ("accounts: {\n", "line 2"),
+        (
+            "accounts:\n  acme:\n    limits: {request_per_minute: 1}\n",
+            "limits.request_per_minute: there is no such field; did you mean requests_per_minute?",
+        ),
+        (
+            "accounts:\n  acme:\n    limits: {requests_per_minute: sixty}\n",
+            "a.yaml:3: accounts.acme.limits.requests_per_minute: expected a whole number, got text",
+        ),
+        ("accounts: {\n", "a.yaml:2: this is not YAML: "),
         ("a: &a [x, x]\nb: &b [*a, *a]\n" + "c: [" + "*b, " * 200_000 + "]\n", "aliases"),
     ],
 )

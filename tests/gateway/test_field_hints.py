@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from gateway.http.field_hints import allowed_ranges, allowed_words
+from gateway.field_hints import allowed_ranges, allowed_words
 
 
 class Inner(msgspec.Struct):

@@ -1,6 +1,6 @@
-"""Words for what a field of a typed body may be: for messages that say what to send.
+"""Words for what a field of a typed body or of a settings file may be: for messages that say what to write.
 
-It reads types, and knows no requests.
+It reads types, and knows no requests and no files.
 """
 
 import difflib
@@ -28,6 +28,16 @@ def allowed_ranges(kind: Any, path: str) -> str:
     """The numbers, lengths and sizes that the field may have, like `a number from 0 to 2`; empty without a bound."""
     ranges = [words for kind in _at(kind, path) if (words := _range(kind))]
     return " or ".join(dict.fromkeys(ranges))
+
+
+def description_of(kind: Any, path: str) -> str:
+    """The line of documentation of the field at this path; empty where it has none."""
+    outer, _, name = path.rpartition(".")
+    fields = [
+        field for inner in _at(kind, outer) for field in getattr(inner, "fields", ()) if field.encode_name == name
+    ]
+    schemas = [field.type.extra_json_schema or {} for field in fields if isinstance(field.type, inspect.Metadata)]
+    return str(next((schema["description"] for schema in schemas if "description" in schema), ""))
 
 
 def union_members(kinds: list[inspect.Type]) -> list[inspect.Type]:
