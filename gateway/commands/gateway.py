@@ -6,6 +6,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from gateway.commands.access.join_options import NO_JOIN, JoinOptions
+from gateway.commands.terminal.listening import listen_problem
 from gateway.commands.terminal.options import PORTS, Source, command_app
 from gateway.commands.terminal.output import fail
 from gateway.config import SettingsFile
@@ -58,4 +59,4 @@ def gateway(
     except StoreUnavailable as error:
         return fail(str(error))
     except OSError as error:
-        return fail(f"cannot serve on {config.server.host}:{config.server.port}: {error}; --port names another")
+        return fail(listen_problem(config.server, error))

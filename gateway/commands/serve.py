@@ -20,6 +20,7 @@ from gateway.commands.access.child_process import RELAYED, ChildProcess, child_l
 from gateway.commands.access.first_account import first_call, first_credentials
 from gateway.commands.access.gateway_client import base_url, endpoint_answers, free_port
 from gateway.commands.access.residencies import MachineWatcher, at_rest
+from gateway.commands.terminal.listening import listen_problem
 from gateway.commands.terminal.options import PORTS, Device, SettingsSource, Source, command_app
 from gateway.commands.terminal.output import fail
 from gateway.config import Config, ServerConfig, SettingsError
@@ -81,9 +82,7 @@ def _free_port(server: ServerConfig) -> int:
     try:
         return free_port(server)
     except OSError as error:
-        raise SettingsError(
-            f"cannot listen on {server.host}:{server.port}: {error.strerror}; --port (PORT=) names another"
-        ) from error
+        raise SettingsError(listen_problem(server, error)) from error
 
 
 class ServeSupervisor:

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -106,6 +107,7 @@ def test_wrong_usage_ends_with_status_2(words: list[str], capsys: pytest.Capture
         (["audit", "list", "a", "--all"], "{ACCOUNT, --all}"),
         (["top", "--interval", "0"], "no number of seconds from 0.2 to 3600"),
         (["bench", "--streams", "0"], "--streams"),
+        (["serve", "--device", "gpu"], "'gpu' is no device: write auto, cpu, cuda or cuda:0"),
         (["accounts", "list", "--config"], "--config"),
     ],
 )
@@ -513,7 +515,7 @@ def test_a_taken_port_and_a_second_serve_are_refused_in_words(tmp_path: Path) ->
             [sys.executable, "-m", "gateway.cli", "serve", "--port", port], cwd=tmp_path, capture_output=True, text=True
         )
         assert asked.returncode == 1
-        assert f"127.0.0.1:{port}" in asked.stderr
+        assert f"127.0.0.1:{port}: another program does; --port (PORT= of make) names another port" in asked.stderr
     serving = Serving(tmp_path)
     try:
         serving.until_serving()
@@ -532,6 +534,25 @@ def test_a_port_that_cannot_be_is_refused_as_an_option(command: str, capsys: pyt
     assert 'Invalid value "99999" for --port. Must be <= 65535.' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["198.51.100.9", "300.1.1.1"])
+def test_an_address_of_another_host_is_refused_in_words(
+    state: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    assert main(["serve", "--host", host, "--port", "8799"]) == 1
+    said = rf"hearth: cannot listen on {host}:8799: [A-Z][a-z ]+; --host .* names an address of this host\n"
+    assert re.fullmatch(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("url", ["postgres://there", "redis://there:port/0", "sentinel://there"])
+def test_a_stores_url_that_is_none_is_refused_in_words(
+    state: Path, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    (Path.cwd() / "hearth.toml").write_text(f"[store]\nurl = '{url}'\n")
+    for words in (["serve", "--port", "0"], ["accounts", "create", "acme"]):
+        assert main(words) == 1
+        assert re.fullmatch(r"hearth: \[store\] of hearth.toml: .*\n", capsys.readouterr().err)
+
+
 def test_a_limit_is_shown_exactly(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, "accounts", "create", "acme", "--neurons-per-day", "1234567")
     assert "1,234,567" in run(capsys, "accounts", "list")
@@ -542,7 +563,7 @@ def test_a_gateway_whose_port_is_taken_says_what_to_do(state: Path) -> None:
         words = [sys.executable, "-m", "gateway.cli", "gateway", "--port", str(taken.getsockname()[1])]
         ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "--port names another" in ended.stderr
+    assert "another program does; --port" in ended.stderr
 
 
 def test_a_state_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,8 +73,11 @@ Access = Annotated[StoreAccess, SOURCE]
 
 @contextlib.asynccontextmanager
 async def opened_store(url: str) -> AsyncIterator[Store]:
-    """The store of this URL, closed at the end. Raises what opening it does."""
-    store = open_store(url)
+    """The store of this URL, closed at the end. Raises what opening it does; SettingsError where the URL is none."""
+    try:
+        store = open_store(url)
+    except ValueError as error:
+        raise SettingsError(f"[store] of hearth.toml: {error}") from None
     try:
         yield store
     finally:

@@ -10,7 +10,7 @@ from cyclopts import App, Group, Parameter
 from cyclopts.validators import MutuallyExclusive, Number
 from msgspec import UNSET, UnsetType
 
-from gateway.config import Config, load_config, load_readable
+from gateway.config import DEVICE_PATTERN, Config, load_config, load_readable
 
 NONE: Final = "none"  # takes a setting back, where it may be unset
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -56,6 +56,13 @@ def parse_day(text: str) -> int:
         raise ValueError(f"{text!r} is no day: write it like 2026-01-31, in UTC") from None
 
 
+def parse_device(text: str) -> str:
+    """The text where it names a device. Raises ValueError."""
+    if re.fullmatch(DEVICE_PATTERN, text) is None:
+        raise ValueError(f"{text!r} is no device: write auto, cpu, cuda or cuda:0")
+    return text
+
+
 def split_list(text: str) -> tuple[str, ...]:
     """`a, b` → its parts; `none` and an empty text have none."""
     return () if text == NONE else tuple(part.strip() for part in text.split(",") if part.strip())
@@ -87,7 +94,11 @@ Source = Annotated[SettingsSource, SOURCE]
 Json = Annotated[bool, Parameter(name="--json", help="print JSON")]
 AccountRef = Annotated[str, Parameter(help="its name, or its id")]
 TokenId = Annotated[str, Parameter(help="its id: the part between the underscores")]
-Device = Annotated[str | None, Parameter(help="where models run: auto, cpu, cuda or cuda:N (default: auto)")]
+Device = Annotated[
+    str | None,
+    parsed_by(parse_device, "DEVICE"),
+    Parameter(help="where models run: auto, cpu, cuda or cuda:N (default: auto)"),
+]
 Duration = Annotated[float, parsed_by(parse_duration, "1d")]
 Day = Annotated[int | None, parsed_by(parse_day, "DAY")]
 # UNSET: the option was not given; None: it takes the setting back.

@@ -52,4 +52,5 @@ def unavailable(error: Exception, *, unsure: bool = False) -> StoreUnavailable:
     if isinstance(error, (NoAnswer, TimeoutError)):
         other = "it does not answer in time; see whether it hangs, swaps or is overloaded"
     advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), other)
-    return StoreUnavailable(f"Redis: {error or type(error).__name__}: {advice}", unsure=unsure)
+    said = str(error).rstrip(".") or type(error).__name__
+    return StoreUnavailable(f"Redis: {said}: {advice}", unsure=unsure)
