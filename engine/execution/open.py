@@ -5,25 +5,30 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
-from engine.execution.device_select import select_device
+from engine.execution.device_select import DeviceUnusable, select_device
 from engine.execution.dtype_select import decoder_dtype
 from engine.execution.memory_plan import DoesNotFit, context_tokens, require_sizes
 from engine.execution.open_cpu import block_exchange, open_cpu
 from engine.execution.open_encoder import open_encoder
 from engine.memory.errors import OutOfDeviceMemory
-from engine.models.config import ModelConfig, is_encoder, read_decoder_config, read_vision_config
+from engine.models.config import ModelConfig, ModelConfigError, is_encoder, read_decoder_config, read_vision_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
+from engine.weights.checkpoint import CheckpointError
 from engine.weights.load import ModelFiles
 from engine.weights.source import WeightSource
 
 log = logging.getLogger(__name__)
+
+# What a model's folder, its settings or the device are the reason of: each says what to change.
+UNSERVABLE: Final = (ModelConfigError, CheckpointError, DoesNotFit, DeviceUnusable)
 
 DecoderParts = tuple[DecoderExecutor, DecoderMemory, MemoryReport]
 
@@ -39,8 +44,7 @@ def open_model(
     `inference_mode` meanwhile. Calls `beat` after each tensor; afterwards each launch calls it after each layer.
 
     A decoder maps as much KV as device_bytes leave beside its weights, but what one context takes in any case; None:
-    all. With `standby` it makes ready to sleep. Raises ModelConfigError, CheckpointError, DoesNotFit or DeviceUnusable,
-    each saying what to change.
+    all. With `standby` it makes ready to sleep. Raises one of UNSERVABLE.
     """
     if threads is not None:
         torch.set_num_threads(threads)

@@ -98,6 +98,7 @@ def _write_memory_report(pulse: str, report: MemoryReport) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Returns the exit status; a model that cannot be opened ends with 1, and with why as the last line on stderr."""
     if len(argv) != 1:
         print("usage: python -m engine.replica.server '<ReplicaSpec JSON>'", file=sys.stderr)
         return 2
@@ -108,7 +109,8 @@ def main(argv: list[str]) -> int:
     if alone and spec.device != "cpu" and "torch" not in sys.modules and gpus.visible_gpus(os.environ):
         gpus.prewarm_driver()
     gc.disable()  # as in the zygote: collections are a fifth of what the imports take
-    from engine.execution.open import inference_mode, open_model  # only here: tests serve models without torch
+    # Only here: tests serve models without torch.
+    from engine.execution.open import UNSERVABLE, inference_mode, open_model
     from engine.ranks.fork import fork_ranks
     from engine.ranks.open import open_ranked_model
 
@@ -128,7 +130,11 @@ def main(argv: list[str]) -> int:
         return model
 
     with inference_mode():
-        return run(spec, open_reported)
+        try:
+            return run(spec, open_reported)
+        except UNSERVABLE as error:  # its last line is what the machine tells of the model: no traceback is of use here
+            print(error, file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

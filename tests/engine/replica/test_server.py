@@ -352,6 +352,21 @@ def test_a_prefix_that_cannot_be_published_ends_the_start_with_what_to_change(st
     assert "public_prefixes[0] has 3 tokens" in replica.log.read_text()
 
 
+def test_a_model_that_cannot_be_opened_is_told_in_one_line_and_no_traceback(tmp_path: Path) -> None:
+    spec = ReplicaSpec(
+        model=ModelSpec(name="@cf/test/gone", folder=str(tmp_path / "gone")),
+        address=f"unix:{tmp_path / 'replica.sock'}",
+        pulse=str(tmp_path / "pulse"),
+        boot=1,
+        device="cpu",
+    )
+    words = [sys.executable, "-m", "engine.replica.server", msgspec.json.encode(spec).decode()]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith(f"{tmp_path / 'gone' / 'config.json'} is missing: a model folder")
+
+
 def test_what_is_over_is_given_back_while_nothing_runs(start: Callable[..., Stamped]) -> None:
     peer = start(Temper(blocks=4000)).peer()
     peer.submit(1, list(range(500, 570)), terms=SchedulingTerms(keep_s=0.6))
