@@ -71,6 +71,11 @@ def _explained(refused: Denied, cap: Cap, subject: str, retry_after_s: int) -> s
             return f"{subject} may use {allowed:,} {kind} tokens per minute; wait {retry_after_s} s"
 
 
+def _neurons(amount: float) -> str:
+    """With one decimal, and exactly where that would leave little of it: 1,234.5, 0.0105."""
+    return f"{amount:,.1f}" if amount >= 10 else f"{amount:.6f}".rstrip("0").rstrip(".")
+
+
 def _over_budget(refused: Denied, cap: Cap, subject: str) -> str:
     needed, used, allowed = cap.min_amount / MICRO, refused.used / MICRO, refused.allowed / MICRO
     day = refused.reason is DenialReason.NEURONS_PER_DAY
@@ -79,12 +84,12 @@ def _over_budget(refused: Denied, cap: Cap, subject: str) -> str:
         return f"{subject} has 0 neurons for a whole {window}: ask its administrator or the operator for a higher limit"
     if needed > allowed:
         return (
-            f"this request may need {needed:,.1f} neurons, and {subject} has {allowed:,.1f} for a whole "
+            f"this request may need {_neurons(needed)} neurons, and {subject} has {_neurons(allowed)} for a whole "
             f"{'day' if day else 'month'}: it can never run; shorten the prompt, lower max_tokens, or ask the operator "
             "for a higher limit"
         )
+    ends = "00:00 UTC" if day else "00:00 UTC of the first of the next month"
     return (
-        f"this request may need {needed:,.1f} neurons, and {used:,.1f} of {'today' if day else 'this month'}'s "
-        f"{allowed:,.1f} of {subject} are used or reserved: lower max_tokens, or wait until 00:00 UTC"
-        f"{'' if day else ' of the first of the next month'}"
+        f"this request may need {_neurons(needed)} neurons, and {_neurons(used)} of {'today' if day else 'this month'}"
+        f"'s {_neurons(allowed)} of {subject} are used or reserved: lower max_tokens, or wait until {ends}"
     )

@@ -188,6 +188,7 @@ async def test_the_day_budget_refuses_until_midnight_utc(quota: Quota, new_calle
     with pytest.raises(QuotaExceeded, match="00:00 UTC") as refused:
         await reserved(quota, caller, "b")
     assert (refused.value.limit, refused.value.retry_after_s) == ("neurons_per_day", 43_200)
+    assert "may need 0.07 neurons, and 0.07 of today's 0.1 of" in refused.value.message
     clock.now_s += 43_199.5
     with pytest.raises(QuotaExceeded) as refused:
         await reserved(quota, caller, "b")
@@ -199,7 +200,7 @@ async def test_the_day_budget_refuses_until_midnight_utc(quota: Quota, new_calle
 
 async def test_a_request_that_can_never_fit_is_told_so(quota: Quota, store: Store, new_caller: Any, clock: Any) -> None:
     caller = await new_caller(neurons_per_day=0.069999)
-    with pytest.raises(QuotaExceeded, match="can never run; shorten the prompt, lower max_tokens") as refused:
+    with pytest.raises(QuotaExceeded, match=r"0\.07 neurons, and .* has 0\.069999 for .* can never run; sh") as refused:
         await reserved(quota, caller, "a")
     assert refused.value.limit == "neurons_per_day"
     assert await balanced(store, caller, clock.day) == Totals()
