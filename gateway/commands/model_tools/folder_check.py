@@ -29,6 +29,7 @@ _NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIN_CONTEXT: Final = 16
 _GET_AGAIN: Final = "get the folder again, complete: `hearth pull` does, where the hub has it"
 _CORRECT: Final = "correct config.json or the settings, or serve another model"
+_OF_A_FILE: Final = "name the folder; of a GGUF file `hearth models import FILE --to FOLDER` makes one"
 FOREIGN_TOKENIZER: Final = "tokenizer.json is another model's: get the one that belongs to the weights"
 _WRONG_CONFIG_STATUS: Final = 2  # of an inspection: config.json is wrong
 
@@ -54,6 +55,8 @@ class FolderReport:
 def inspect_folder(config: Config, entry: ModelEntryConfig, budgets: list[DeviceBudget]) -> FolderReport:
     """`budgets` are the devices of this host; a replica needs one of them. Raises UnservableFolder."""
     folder = folder_of(config, entry)
+    if folder.is_file():
+        raise UnservableFolder(f"{folder} is a file", _OF_A_FILE)
     if not folder.is_dir():
         raise UnservableFolder(f"there is no folder {folder}", "correct its path")
     model_config: dict[str, Any] = {}

@@ -199,7 +199,7 @@ def test_a_file_that_somebody_broke_is_named(folder: Path, capsys: pytest.Captur
     [
         (["@cf/", "assistant"], "'@cf/' is no name of a model; one is like @cf/acme/notes"),
         ([NAME, "nowhere"], "there is no folder"),
-        ([NAME, "assistant/config.json"], "there is no folder"),
+        ([NAME, "assistant/config.json"], "is a file"),
         ([NAME, "assistant", "--replicas", "0"], "replicas"),
         ([NAME, "assistant", "--priority", "high"], "priority"),
         ([NAME, "assistant", "--context-tokens", "2048"], "context_tokens 2048 is more than the model's 1024"),

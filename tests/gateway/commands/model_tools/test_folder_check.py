@@ -1,10 +1,13 @@
-"""gateway/commands/model_tools/folder_check.py: on how many devices a model is at once."""
+"""gateway/commands/model_tools/folder_check.py: on how many devices a model is, and files in a folder's place."""
+
+from pathlib import Path
 
 import pytest
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
 from engine.protocol.specs import ModelSpec
-from gateway.commands.model_tools.folder_check import UnservableFolder, _require_ranks
+from gateway.commands.model_tools.folder_check import UnservableFolder, _require_ranks, inspect_folder
+from gateway.config import Config, ModelEntryConfig
 
 BUDGET = (1 << 40, 1 << 40, 1 << 40)
 GPUS = [DeviceBudget(f"GPU {index}", *BUDGET) for index in range(3)]
@@ -22,3 +25,11 @@ def test_more_stages_than_gpus_or_layers_are_refused_by_name() -> None:
         _require_ranks(spec, GPUS)
     with pytest.raises(UnservableFolder, match="stages = 5, and the model has 4 layers"):
         _require_ranks(ModelSpec(name="m", folder="m", stages=5, layers=4), GPUS)
+
+
+def test_a_gguf_file_in_a_folders_place_is_told_what_makes_a_folder_of_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        UnservableFolder, match=r"notes\.gguf is a file\n  -> .*`hearth models import FILE --to FOLDER`"
+    ):
+        inspect_folder(Config(), ModelEntryConfig(name="notes", folder=str(tmp_path / "notes.gguf")), [])
