@@ -6,6 +6,7 @@ It does not know how a request is parsed or served; any layer raises an ApiError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from datetime import date
+from difflib import get_close_matches
 from typing import Final
 from urllib.parse import quote
 
@@ -15,6 +16,14 @@ RETRY_SOON_S: Final = 1
 RETRY_LATER_S: Final = 30
 _IN_PATH: Final = "/:@!$&'()*+,;=-._~"  # what a URL may have there without being escaped
 _IN_QUERY: Final = _IN_PATH + "?%"
+_V1: Final = "/v1"
+V1_PATHS: Final = tuple(  # of those below `/v1` the ones that have no parameter
+    _V1 + path
+    for path in (
+        *("/chat/completions", "/completions", "/embeddings", "/rerank", "/responses", "/responses/input_tokens"),
+        *("/messages", "/messages/count_tokens", "/models"),
+    )
+)
 FIELD_MAX: Final = 80  # characters of a field's name in the log
 
 
@@ -252,7 +261,19 @@ def bad_account_id(path: str) -> ApiError:
 
 
 def no_route(path: str) -> ApiError:
-    return ApiError(404, 7000, f"No route for that URI: {path[:200]}", kind="not_found", routed=False)
+    said = path[:200]
+    return ApiError(404, 7000, f"No route for that URI: {said}{_meant_path(said)}", kind="not_found", routed=False)
+
+
+def _meant_path(path: str) -> str:
+    """The end of a refusal of this path: where people look for, or the call that is most likely meant, with the base
+    URLs of the SDKs, since most such paths begin with a wrong one. Empty where nothing is alike."""
+    if path == "/":
+        return "; people find the console at /console/, programs the API at /docs"
+    ended = [known for known in V1_PATHS if path.rstrip("/").endswith(known.removeprefix(_V1))]
+    meant = max(ended, key=len, default="") or next(iter(get_close_matches(path, V1_PATHS, 1, 0.8)), "")
+    bases = "Base URLs end with /v1 for OpenAI's clients, and have no path for Anthropic's"
+    return f"; did you mean {meant}? {bases}" if meant else ""
 
 
 def method_not_supported(method: str, allowed: str) -> ApiError:

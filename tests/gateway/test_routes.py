@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+from gateway.api.routes import dialect_routes
+from gateway.catalogue.catalogue import Catalogue
+from gateway.errors import V1_PATHS
+from gateway.listing.table import LISTS
 from tests.support.served_gateway import Answer, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -52,6 +56,31 @@ async def test_each_family_of_paths_refuses_in_its_own_form(tmp_path: Path) -> N
         }
         for path, methods in allowed.items():
             assert (await gateway.call(path, b"", "PATCH")).headers["allow"] == methods, path
+
+
+@looped
+async def test_a_path_that_leads_nowhere_names_the_one_that_is_meant(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        cases = {
+            "/chat/completions": "/v1/chat/completions",
+            "/client/v4/chat/completions": "/v1/chat/completions",
+            "/v1/chat/completions/": "/v1/chat/completions",
+            "/v1/chat/completion": "/v1/chat/completions",
+            "/v1/v1/messages": "/v1/messages",
+            "/v1/v1/responses/input_tokens": "/v1/responses/input_tokens",
+            "/models": "/v1/models",
+        }
+        for path, meant in cases.items():
+            message = (await gateway.call(path, b"{}")).json["error"]["message"]
+            assert f"No route for that URI: {path}; did you mean {meant}? Base URLs end with /v1" in message
+        for path in ("/v1/images/generations", "/nowhere", "/v1/"):
+            assert "did you mean" not in (await gateway.call(path, b"{}")).json["error"]["message"]
+        assert "the console at /console/" in (await gateway.call("/", b"", "GET")).json["error"]["message"]
+
+
+def test_the_paths_that_a_refusal_may_name_are_those_that_are_served() -> None:
+    served_paths = {*dialect_routes(Catalogue([], {})), *LISTS}
+    assert set(V1_PATHS) == {path for path in served_paths if path.startswith("/v1/") and "{" not in path}
 
 
 @looped

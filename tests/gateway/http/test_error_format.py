@@ -28,7 +28,7 @@ def test_openais_error_is_in_every_body_and_a_message_has_one_prefix_at_most() -
             assert body["error"]["message"] == f"{refusal.message} ({ID})", "a client of OpenAI's shows it as it is"
             assert body["errors"][0]["message"] == f"AiError: {refusal.message} ({ID})"
             assert ": " not in refusal.message.partition("'n'")[0]
-    assert json.loads(envelope(errors.no_route("/"), ""))["error"]["message"] == "No route for that URI: /"
+    assert json.loads(envelope(errors.no_route("/x"), ""))["error"]["message"] == "No route for that URI: /x"
 
 
 def test_a_routers_error_has_a_null_result() -> None:
