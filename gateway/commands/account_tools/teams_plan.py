@@ -314,19 +314,26 @@ def _expired(token: ApiToken) -> bool:
 
 
 def _difference(before: msgspec.Struct | None, after: msgspec.Struct, *without: str) -> str:
-    """`limits.burst 5 -> none` for each field that differs."""
+    """`limits.burst 5 -> none` for each field that differs, by its name in the file."""
     if before is None:
         return "new"
-    old, new = (_flat(msgspec.to_builtins(each)) for each in (before, after))
+    old, new = (_flat(each) for each in (before, after))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key) and key.split(".")[0] not in without]
-    return ", ".join(f"{key} {_shown(key, old.get(key))} -> {_shown(key, new.get(key))}" for key in changed)
+    return ", ".join(f"{_name(key)} {_shown(key, old.get(key))} -> {_shown(key, new.get(key))}" for key in changed)
 
 
-def _flat(document: dict[str, Any], start: str = "") -> dict[str, Any]:
+def _flat(value: msgspec.Struct | dict[str, Any], start: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in document.items():
-        flat |= _flat(value, f"{start}{key}.") if isinstance(value, dict) else {f"{start}{key}": value}
+    for key, each in (value if isinstance(value, dict) else structs.asdict(value)).items():
+        nested = isinstance(each, msgspec.Struct | dict)
+        flat |= _flat(each, f"{start}{key}.") if nested else {f"{start}{key}": each}
     return flat
+
+
+def _name(key: str) -> str:
+    """What the file calls a field of an account or a token."""
+    first, _, rest = key.partition(".")
+    return {"ceiling": f"limits.{rest}", "grant": rest, "expires_at": "expires"}.get(first, key)
 
 
 def _shown(key: str, value: Any) -> str:

@@ -107,10 +107,12 @@ def test_a_dry_run_says_what_would_change_and_makes_nothing(shell: Shell, teams:
     later = TEAMS.replace("900", "950").replace("suspended: true", "suspended: false").replace("2090-01", "2091-03")
     teams.write_text(later)
     assert changes(shell, "teams.yaml", "--dry-run") == [
-        "account acme: ceiling.requests_per_minute 900 -> 950",
+        "account acme: limits.requests_per_minute 900 -> 950",
         "account beta: served again",
-        "token acme/ci: expires_at 2090-01-31 00:00 UTC -> 2091-03-31 00:00 UTC",
+        "token acme/ci: expires 2090-01-31 00:00 UTC -> 2091-03-31 00:00 UTC",
     ]
+    teams.write_text(TEAMS.replace('models: ["@cf/*"]', "models: [notes]"))
+    assert changes(shell, "teams.yaml", "--dry-run") == ["token acme/ci: models @cf/* -> notes"]
     assert stored() == before
 
 
