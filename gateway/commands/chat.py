@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
+from urllib.parse import quote
 
 import msgspec
 from cyclopts import Parameter
@@ -140,7 +141,10 @@ def chat(
     with client:
         try:
             conversation = Conversation(client, model or _models(client)[0], system)
-            return _converse(conversation) if sys.stdin.isatty() else _answer_once(conversation)
+            if not sys.stdin.isatty():
+                return _answer_once(conversation)
+            _require_model(client, conversation.model)
+            return _converse(conversation)
         except ChatProblem as problem:
             return fail(str(problem))
         except GatewayUnreachable as problem:
@@ -156,6 +160,14 @@ def _models(client: TenantClient) -> list[str]:
     if not found:
         raise ChatProblem("the server has no model that writes text: `hearth pull` brings one")
     return [str(model["name"]) for model in found]
+
+
+def _require_model(client: TenantClient, name: str) -> None:
+    """Raises ChatProblem where the caller has no such model."""
+    try:
+        client.get(f"v1/models/{quote(name)}")
+    except GatewayRefused as refusal:
+        raise ChatProblem(_message(refusal.content)) from None
 
 
 def _answer_once(conversation: Conversation) -> int:
@@ -211,6 +223,7 @@ def _command(conversation: Conversation, name: str = "", argument: str = "") -> 
         case "system":
             print(conversation.system or "no system prompt")
         case "model" if argument:
+            _require_model(conversation.client, argument)
             conversation.model = argument
         case "model":
             names = _models(conversation.client)

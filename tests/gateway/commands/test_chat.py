@@ -157,6 +157,7 @@ def converse(folder: Path) -> None:
             (b"Hello\r", b"of answer"),
             (b"And more\r", b"of answer"),
             (b"/model\r", MODEL.encode()),
+            (b"/model nope\r", b"There is no model 'nope'"),
             (b"/nothing\r", b"there is no /nothing"),
             (b"/save talk.json\r", b"saved to talk.json"),
             (b"/save talk.json\r", b"is there already"),
@@ -172,6 +173,8 @@ async def test_a_conversation_keeps_what_was_said_obeys_commands_and_ends_with_c
     async with served(tmp_path) as gateway:
         folder = home_of(gateway, tmp_path / "home")
         await asyncio.to_thread(converse, folder)
-    saved = json.loads((folder / "talk.json").read_text())["messages"]
+    talk = json.loads((folder / "talk.json").read_text())
+    assert talk["model"] == "stub", "a name that nothing has changes no conversation"
+    saved = talk["messages"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant", "user", "assistant"]
     assert (saved[0]["content"], saved[3]["content"]) == ("Be brief.", "And more")
