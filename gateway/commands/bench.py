@@ -119,7 +119,7 @@ def bench(
         str, Parameter(help="default: the one of .hearth/credentials.json, as --account and --token")
     ] = "",
     account: Annotated[str, Parameter(help="account id")] = "",
-    token: Annotated[str, Parameter(help="ApiToken")] = "",
+    token: Annotated[str, Parameter(help="of the account")] = "",
     model: Annotated[str | None, Parameter(help=f"default: {BUILT_IN}; with --shapes a geometry")] = None,
     load: LoadOptions = LoadOptions(),
     engine: EngineOptions = EngineOptions(),

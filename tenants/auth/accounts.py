@@ -355,7 +355,7 @@ class AccountService:
         """Raises NotFound."""
         row = await self._store.accounts.token(token_id)
         if row is None:
-            raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+            raise NotFound(f"no token has the id {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         return row[0]
 
     async def names(self, ids: Collection[str]) -> dict[str, KnownName]:
@@ -373,7 +373,7 @@ class AccountService:
     async def _live_token(self, token_id: str) -> tuple[ApiToken, Sequence[TokenDigest]]:
         row = await self._store.accounts.token(token_id)
         if row is None or row[0].revoked_at is not None:
-            raise NotFound(f"no live ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+            raise NotFound(f"no token in force has the id {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         _require_home(row[2], "change its tokens there")
         return row[0], row[1]
 
@@ -386,7 +386,7 @@ class AccountService:
         """Revokes a token for good, on every gateway within 1 s."""
         row = await self._store.accounts.token(token_id)
         if row is None:
-            raise NotFound(f"no ApiToken {token_id!r}; `hearth tokens list ACCOUNT` shows them")
+            raise NotFound(f"no token has the id {token_id!r}; `hearth tokens list ACCOUNT` shows them")
         _require_home(row[2], "revoke its tokens there, which ends them everywhere")
         await self._store.accounts.revoke(token_id, int(self._clock()))
 

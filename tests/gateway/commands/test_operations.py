@@ -256,7 +256,7 @@ def test_a_token_has_limits_of_its_own_and_is_changed(shell: Shell) -> None:
     assert changed["limits"]["requests_per_minute"] is None
     assert shell.json("tokens", "change", minted["token_id"]) == changed
     shell.out("tokens", "revoke", minted["token_id"])
-    assert "no live ApiToken" in shell.refused("tokens", "change", minted["token_id"], "--name", "x")
+    assert "no token in force has the id" in shell.refused("tokens", "change", minted["token_id"], "--name", "x")
     assert shell.actions(id)[2:] == ["token.create", "token.change", "token.change", "token.revoke"]
 
 
