@@ -99,7 +99,7 @@ class HostAgent:
         name, address = replica_place(self._spec, model.name, taken)
         heartbeat = Path(self._spec.folder) / f"{name}.pulse"
         supervisor = ReplicaSupervisor(model.name, address, heartbeat, self._timeouts, self._launcher, self._selector)
-        peer = ReplicaPeer(self._selector, address, self._timeouts.connect_s)
+        peer = ReplicaPeer(self._selector, address, self._timeouts.connect_s, lambda: supervisor.ending)
         layout = layout_of(model, self._devices)
         return ReplicaHandle(name, model, supervisor, peer, self._timeouts, self._on_cpu, layout)
 

@@ -5,6 +5,7 @@ decides nothing.
 import errno
 import selectors
 import socket
+from collections.abc import Callable
 from typing import Final
 
 from engine.log import log
@@ -26,14 +27,19 @@ class ReplicaPeer:
     status  where the replica is, as it reported last on this connection; None: nothing may be moved.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, address: str, connect_s: float) -> None:
-        """Each attempt, and each pause between two, takes connect_s at most."""
+    def __init__(
+        self, selector: selectors.BaseSelector, address: str, connect_s: float,
+        asked_to_end: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Each attempt, and each pause between two, takes connect_s at most. The loss of the connection to a process
+        that was asked to end is no warning."""
         self.load: ReplicaLoad | None = None
         self.status: PlacementStatus | None = None
         self._reports: list[PlacementStatus] = []
         self._selector = selector
         self._address = address
         self._connect_s = connect_s
+        self._asked_to_end = asked_to_end
         self._channel: PeerChannel | None = None
         self._greeted = False
         self._backoff = Backoff(_BACKOFF_S, connect_s)
@@ -103,7 +109,7 @@ class ReplicaPeer:
             raise FrameError(f"a {type(frame).__name__} is not for a machine")
 
     def _on_lost(self, reason: str, opened_at: float) -> None:
-        log("link_lost", level="warning", address=self._address, reason=reason)
+        log("link_lost", level="info" if self._asked_to_end() else "warning", address=self._address, reason=reason)
         self.close()
         self._pause(opened_at)
 

@@ -1,5 +1,6 @@
 """engine/host/peers.py over real sockets."""
 
+import json
 import selectors
 import socket
 from collections.abc import Iterator
@@ -32,7 +33,8 @@ class Loop:
         self.now = 0.0
         self.path = str(folder / "r.sock")
         self.selector = selectors.DefaultSelector()
-        self.link = ReplicaPeer(self.selector, f"unix:{self.path}", connect_s=2.0)
+        self.asked_to_end = False
+        self.link = ReplicaPeer(self.selector, f"unix:{self.path}", 2.0, lambda: self.asked_to_end)
 
     def listen(self) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX)
@@ -105,6 +107,20 @@ def test_a_lost_connection_forgets_what_it_knew_and_is_opened_again_after_growin
         assert frames(again) == [SetPlacement(Residency.MEMORY)]
         again.close()
     loop.link.close()
+
+
+@pytest.mark.parametrize(("asked_to_end", "level"), [(False, "warning"), (True, "info")])
+def test_the_end_of_a_process_that_was_asked_to_end_is_no_warning(
+    loop: Loop, capfd: pytest.CaptureFixture[str], asked_to_end: bool, level: str
+) -> None:
+    with loop.listen() as listener:
+        loop.turn()
+        peer, _ = listener.accept()
+        loop.asked_to_end = asked_to_end
+        peer.close()
+        loop.turn()
+    (line,) = [json.loads(each) for each in capfd.readouterr().err.splitlines() if "link_lost" in each]
+    assert line["level"] == level
 
 
 def test_a_connection_that_nobody_accepts_is_tried_again(loop: Loop) -> None:
