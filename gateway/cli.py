@@ -43,7 +43,7 @@ COMMANDS: Final = {
     "log": "what became of one request",
     "backup": "copy the store and the secret into a folder, also while serving",
     "restore": "bring a backup back, where no server runs",
-    "models": "list, show, add, remove, warm and compress models",
+    "models": "list, show, add, import, remove, warm and compress models",
     "pull": "download a model from the Hugging Face hub",
     "chat": "talk to a model of a running server",
     "machines": "list machines, drain one before it is stopped",
@@ -111,6 +111,7 @@ def parse(words: Sequence[str]) -> Invocation:
         session, bound, _ = app.meta.parse_args([*words], **_QUIET)
         if session is not _session:  # --help or --version
             if _prints_help(session):
+                _teach_of_action(app, [word for word in words if not word.startswith("-")])
                 bound.arguments["console"] = wide_console(_HELP_WIDTH)
             return Invocation(functools.partial(session, *bound.args, **bound.kwargs), frozenset(), SettingsSource())
         rest, source = session(*bound.args, **bound.kwargs)
@@ -121,6 +122,19 @@ def parse(words: Sequence[str]) -> Invocation:
         names = [name for name in app.parse_commands(rest)[1][-1] if not name.startswith("-")]
         raise UsageError(f"say what to do: {', '.join(names)}", rest)
     return Invocation(functools.partial(command, *bound.args, **bound.kwargs), frozenset(injected), source)
+
+
+def _teach_of_action(app: App, names: Sequence[str]) -> None:
+    """Leaves of what the help teaches the examples of the action alone that these names call, where it has some: those
+    of its whole command would be many."""
+    chain, apps, _ = app.parse_commands(names)
+    if len(chain) < 2 or apps[-1].help_epilogue:
+        return
+    lines = str(apps[-2].help_epilogue or "").splitlines(keepends=True)
+    start = f"  hearth {' '.join(chain)} "
+    if own := [line for line in lines if f"{line.rstrip()} ".startswith(start)]:
+        rest = [line for line in lines if not line.startswith("  hearth ")]
+        apps[-1].help_epilogue = "".join([*rest[:1], *own, *rest[1:]])
 
 
 def _prints_help(command: object) -> bool:

@@ -70,6 +70,17 @@ def test_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str])
     assert f"hearth {command}" in shown
 
 
+def test_an_action_teaches_by_its_own_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("accounts limits", "tokens mint", "models show", "usage reconcile"):
+        assert main([*words.split(), "--help"]) == 0
+        shown = capsys.readouterr().out
+        examples = [line for line in shown.splitlines() if line.startswith("  hearth ")]
+        assert examples
+        assert all(f"{line} ".startswith(f"  hearth {words} ") for line in examples)
+    assert main(["accounts", "--help"]) == 0
+    assert capsys.readouterr().out.count("  hearth accounts ") > 10
+
+
 def test_every_example_parses(capsys: pytest.CaptureFixture[str]) -> None:
     """What --help tells people to type is a command line, word for word."""
     parsed = 0

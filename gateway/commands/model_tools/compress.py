@@ -51,10 +51,11 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 Model = Annotated[str, Parameter(metavar="NAME|FOLDER", help="a model of the catalogue, or a Hugging Face folder")]
 Target = Annotated[str, Parameter(help="a new folder")]
 ComputeDevice = Annotated[str, Parameter(help="where to compute: auto, cpu or cuda:N (default: auto)")]
-compress_app = command_app("compress", "make a folder whose weights take 12 bits each, without loss", _COMPRESSING)
-expand_app = command_app("expand", "make the folder that a compressed one was made of, bit for bit", _EXPANDING)
+compress_app = command_app("compress", "Make a folder whose weights take 12 bits each, without loss.", _COMPRESSING)
+expand_app = command_app("expand", "Make the folder that a compressed one was made of, bit for bit.", _EXPANDING)
 
-quantize_app = command_app("quantize", "make a folder whose linear layers are in fp8, and say how far off", _QUANTIZING)
+_FP8: Final = "Make a folder whose linear layers are in fp8, and say how far off."
+quantize_app = command_app("quantize", _FP8, _QUANTIZING)
 
 
 @compress_app.default

@@ -24,7 +24,7 @@ whatever stops this before leaves nothing of it.
 
 It needs the package gguf: pip install 'hearth-server[gguf]'
 """
-app = command_app("import", "make a folder that is served of a GGUF file", _TEACHING)
+app = command_app("import", "Make a folder that is served of a GGUF file.", _TEACHING)
 
 
 @app.default

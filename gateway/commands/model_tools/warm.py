@@ -40,7 +40,7 @@ needs room for the model beside what runs on it.
 """
 
 
-app = command_app("warm", "prepare what a model's first start would have to compile and measure", _TEACHING)
+app = command_app("warm", "Prepare what a model's first start would have to compile and measure.", _TEACHING)
 
 
 @app.default
