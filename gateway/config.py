@@ -404,7 +404,9 @@ def load_readable(path: str | None, state_folder: str | None) -> Config:
     """What can be read of a file that is wrong, models left out: the tables before the line that is no TOML, else none
     but the state folder."""
     file = Path(path or CONFIG_NAME)
-    text = file.read_text(errors="replace") if file.is_file() else ""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = file.read_text(errors="replace")
     for part in (text, readable_part(text)):
         with contextlib.suppress(tomllib.TOMLDecodeError, msgspec.ValidationError):
             document = {name: value for name, value in tomllib.loads(part).items() if name != "models"}
@@ -423,6 +425,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         return text, tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _override(document: dict[str, Any], section: str, values: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, load_config
+from gateway.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, load_config, load_readable
 from gateway.config_reference import describe, settings
 
 ISSUER = """
@@ -125,3 +125,15 @@ def test_the_pages_show_settings() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     for section in ("[[issuers]]", "[[models]]", "[machine]", "[store]"):
         assert section in pages
+
+
+def test_a_file_that_may_not_be_read_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _write(tmp_path, "[server]\nport = 1\n")
+
+    def refuse(self: Path, *_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(SettingsError, match=r"hearth\.toml cannot be read: Permission denied"):
+        load_config(path)
+    assert load_readable(str(path), None).server.port == 8787
