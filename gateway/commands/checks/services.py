@@ -11,6 +11,7 @@ from typing import Final
 from gateway.commands.access.gateway_client import endpoint_answers, free_port
 from gateway.commands.access.store_access import opened_store
 from gateway.commands.checks.finding import Finding, good, note, wrong
+from gateway.commands.terminal.listening import listen_problem
 from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import expiry, open_certificate
 from gateway.identity.host_identity import IdentityError
@@ -133,5 +134,5 @@ def port(config: Config) -> Finding:
         is_own = credentials is not None and credentials.base_url.endswith(f":{port}")
         if is_own and endpoint_answers(config.server, port, "/healthz"):
             return good("port", f"Hearth answers on {host}:{port}; /client/v4/openapi.json says what")
-        advice = "another program uses it: start with --port (PORT=)"
-        return wrong("port", f"{host}:{port}: {error.strerror}", advice)
+        problem, _, advice = listen_problem(config.server, error).partition("; ")
+        return wrong("port", problem, advice)
