@@ -127,7 +127,7 @@ def _name_problem(config: Config, name: str) -> str:
         if pulled and shares_models(config):  # so far this host alone has it
             continue
         if name == entry.name and (entry.folder is not None or name in (BUILT_IN, *pulled_models(config))):
-            return f"the catalogue has {name} already; `hearth models remove` takes out what was added"
+            return f"the catalogue has {name} already; `hearth models set` changes it, `remove` takes it out"
         if name in entry.aliases:
             return f"{name} is another name of {entry.name}: choose one that nothing has"
     return ""

@@ -100,7 +100,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
     try:
         model_config = read_model_config(folder)
     except ModelFolderError:
-        return {**document, "problem": _NO_CONFIG}
+        return {**document, "problem": _NO_CONFIG if folder.is_dir() else f"there is no folder {folder}"}
     document["task"] = task_of(folder, model_config, entry)
     if (sizes := sizes_of(config, entry)) is None:
         return {**document, "problem": _NO_CONFIG}

@@ -1,6 +1,7 @@
 """`hearth models import`: has the engine make a model's folder of a GGUF file. It knows nothing of the format."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -37,7 +38,8 @@ def import_gguf(
 ) -> int:
     """Make a folder that is served of a GGUF file."""
     if importlib.util.find_spec("gguf") is None:
-        return fail("the package gguf is not installed, which knows these files: pip install 'hearth-server[gguf]'")
+        install = f"{sys.executable} -m pip install 'hearth-server[gguf]'"
+        return fail(f"the package gguf is not installed, which knows these files: {install}")
     target = to or file.with_suffix("")
     if target == file:
         return fail(f"{file} has no suffix to leave out: say which folder is to be made with --to")

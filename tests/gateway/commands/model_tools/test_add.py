@@ -173,6 +173,9 @@ def test_a_folder_whose_sizes_cannot_be_is_listed_with_its_problem(
     Path("hearth.toml").write_text(f'[[models]]\nname = "{NAME}"\nfolder = "assistant"\n')
     assert main(["models", "list"]) == 0
     assert "no config.json that can be read" in capsys.readouterr().out
+    shutil.rmtree("assistant")
+    assert main(["models", "list"]) == 0
+    assert "there is no folder" in capsys.readouterr().out
 
 
 def test_a_name_that_is_taken_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +185,7 @@ def test_a_name_that_is_taken_is_refused(folder: Path, capsys: pytest.CaptureFix
     )
     assert "has @cf/hearth/ember already" in refused(capsys, "@cf/hearth/ember", "assistant")
     assert "another name of @cf/hearth/ember" in refused(capsys, "@cf/acme/fire", "assistant")
-    assert "already" in refused(capsys, NAME, "assistant")
+    assert "already; `hearth models set` changes it" in refused(capsys, NAME, "assistant")
 
 
 def test_a_file_that_somebody_broke_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ tests/engine/gguf, and that it serves in tests/end_to_end/test_imported.py.
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,4 +59,4 @@ def test_without_its_package_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["models", "import", "a.gguf"]) == 1
-    assert "pip install 'hearth-server[gguf]'" in capsys.readouterr().err
+    assert f"{sys.executable} -m pip install 'hearth-server[gguf]'" in capsys.readouterr().err
