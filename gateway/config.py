@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from gateway.declared_problems import NO_SUCH_FIELD, ONE_TABLE, DeclaredProblem, declared_problem
+from gateway.declared_problems import advised, declared_problem
 from gateway.identity.cell_settings import CellsConfig
 from gateway.identity.settings import ClusterConfig
 from gateway.origins import origin_problem
@@ -143,11 +143,7 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     addresses: Annotated[list[str], _doc("machines the gateway connects to; empty: this one", max_length=1024)] = []
     folder: Annotated[str | None, _doc("folder of sockets, pulses and logs; default below state_folder")] = None
     device: Annotated[
-        str,
-        _doc(
-            "auto, cpu, cuda (all GPUs of this host) or cuda:N (that one for all)",
-            pattern=DEVICE_PATTERN,
-        ),
+        str, _doc("auto, cpu, cuda (all GPUs of this host) or cuda:N (that one for all)", pattern=DEVICE_PATTERN)
     ] = "auto"
     threads: Annotated[_Positive | None, _doc("CPU threads per replica; default: shared evenly")] = None
     device_bytes: Annotated[
@@ -374,8 +370,8 @@ def load_config(
     try:
         config = msgspec.convert(document, Config)
     except msgspec.ValidationError as error:
-        line, problem = line_of_error(text, str(error)), declared_problem(str(error), Config)
-        raise SettingsError(f"{_place(file, line)}: {problem}{_advice(problem)}") from error
+        problem = advised(declared_problem(str(error), Config))
+        raise SettingsError(f"{_place(file, line_of_error(text, str(error)))}: {problem}") from error
     names = [name for model in config.models for name in (model.name, *model.aliases)]
     for name in names:
         if names.count(name) > 1:
@@ -386,12 +382,6 @@ def load_config(
         if model.scope_cap_blocks is not None and model.scope_cap_blocks < model.scope_floor_blocks:
             raise SettingsError(f"{file.name}: scope_cap_blocks of {model.name} is below its scope_floor_blocks")
     return _absolute(config, base)
-
-
-def _advice(found: DeclaredProblem) -> str:
-    if found.problem == NO_SUCH_FIELD:
-        return "; `hearth doctor --settings` lists all settings"
-    return f": write [[{found.place}]], once for each" if found.problem == ONE_TABLE else ""
 
 
 def _require_unique(file: str, kind: str, names: list[str]) -> None:

@@ -22,8 +22,8 @@ _WORDS: Final = {
 }
 _NOTHING: Final = "null"
 _NO_WORD: Final = "Invalid enum value "
-NO_SUCH_FIELD: Final = "there is no such field"
-ONE_TABLE: Final = "expected a list, got a table"
+_NO_SUCH_FIELD: Final = "there is no such field"
+_ONE_TABLE: Final = "expected a list, got a table"
 
 
 class DeclaredProblem(NamedTuple):
@@ -47,7 +47,7 @@ def declared_problem(message: str, kind: Any) -> DeclaredProblem:
         if _MISSING.match(problem):
             return DeclaredProblem(full, "is missing" + _documented(kind, full))
         similar = similar_field(kind, place, name)
-        return DeclaredProblem(full, NO_SUCH_FIELD + (f"; did you mean {similar}?" if similar else ""))
+        return DeclaredProblem(full, _NO_SUCH_FIELD + (f"; did you mean {similar}?" if similar else ""))
     if problem.startswith(_NO_WORD):
         allowed = [words for words in (allowed_ranges(kind, place), *allowed_words(kind, place)) if words]
         problem = f"{problem.removeprefix(_NO_WORD)} is none of {', '.join(allowed)}"
@@ -57,6 +57,13 @@ def declared_problem(message: str, kind: Any) -> DeclaredProblem:
     elif problem.startswith("Expected "):
         problem = f"expected{_TYPES.sub(_in_words, problem.removeprefix('Expected'))}"
     return DeclaredProblem(place, problem + documented)
+
+
+def advised(found: DeclaredProblem) -> str:
+    """The problem of hearth.toml, with what helps where no field is like it, or [NAME] stands for [[NAME]]."""
+    lists = "; `hearth doctor --settings` lists all settings"
+    each = f": write [[{found.place}]], once for each"
+    return str(found) + {_NO_SUCH_FIELD: lists, _ONE_TABLE: each}.get(found.problem, "")
 
 
 def _documented(kind: Any, place: str) -> str:

@@ -21,8 +21,7 @@ from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
-from engine.weights.checkpoint import CheckpointError
-from engine.weights.load import ModelFiles
+from engine.weights.load import CheckpointError, ModelFiles
 from engine.weights.source import WeightSource
 
 log = logging.getLogger(__name__)

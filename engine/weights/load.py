@@ -25,6 +25,8 @@ from engine.weights.tensor_index import StoredTensor
 
 _log = logging.getLogger(__name__)
 
+__all__ = ["CheckpointError", "ModelFiles", "TensorLoad", "load_shard", "load_tensors"]
+
 _READ: Final = (".json", ".safetensors")
 Loaded = TypeVar("Loaded")
 

@@ -18,12 +18,11 @@ from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import model_entries
 from gateway.commands.access.child_process import RELAYED, ChildProcess, child_lines, line_output
 from gateway.commands.access.first_account import first_call, first_credentials
-from gateway.commands.access.gateway_client import base_url, endpoint_answers, free_port
+from gateway.commands.access.gateway_client import base_url, endpoint_answers, usable_port
 from gateway.commands.access.residencies import MachineWatcher, at_rest
-from gateway.commands.terminal.listening import listen_problem
 from gateway.commands.terminal.options import PORTS, Device, SettingsSource, Source, command_app
 from gateway.commands.terminal.output import fail
-from gateway.config import Config, ServerConfig, SettingsError
+from gateway.config import Config
 from gateway.http.tls import open_certificate
 from gateway.machine_spec import machine_command, machine_environment
 from gateway.privacy.process import scrub_memory
@@ -70,19 +69,11 @@ def serve(
         open_state(config)
         open_certificate(config.server)  # a problem with it is better shown here than in a log
         with exclusive_state(config):
-            port = _free_port(config.server)
+            port = usable_port(config.server)
             credentials = first_credentials(config, base_url(config.server, port))
             return ServeSupervisor(config, source, device, port, credentials, sys.stdout).run()
     except (StoreUnavailable, OSError) as error:
         return fail(str(error))
-
-
-def _free_port(server: ServerConfig) -> int:
-    """The configured port, or a free one for 0. Raises SettingsError where it is taken."""
-    try:
-        return free_port(server)
-    except OSError as error:
-        raise SettingsError(listen_problem(server, error)) from error
 
 
 class ServeSupervisor:

@@ -13,7 +13,8 @@ import httpx
 import msgspec
 
 from gateway.commands.access.store_access import StoreAccess, ask_store
-from gateway.config import Config, ServerConfig
+from gateway.commands.terminal.listening import listen_problem
+from gateway.config import Config, ServerConfig, SettingsError
 from gateway.state_dir import read_credentials
 from tenants.records.grants import Grant, Permission
 from tenants.store.protocol import StoreUnavailable
@@ -203,6 +204,14 @@ def free_port(server: ServerConfig) -> int:
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     with socket.create_server((server.host, server.port), family=family) as probe:
         return int(probe.getsockname()[1])
+
+
+def usable_port(server: ServerConfig) -> int:
+    """As `free_port`, but raises SettingsError, which names the option that helps."""
+    try:
+        return free_port(server)
+    except OSError as error:
+        raise SettingsError(listen_problem(server, error)) from error
 
 
 def _own_url(config: Config) -> str:
