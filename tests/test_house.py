@@ -51,6 +51,7 @@ ONLY_IN: Final = {
         *(f"engine.{name}" for name in ("memory", "kvcache", "kernels", "layers", "models", "weights", "execution")),
         *(
             "engine.images",
+            "engine.vision",
             "engine.bf12",
             "engine.compression",
             "engine.bench",

@@ -16,11 +16,12 @@ from engine.execution.memory_plan import DoesNotFit, context_tokens, require_siz
 from engine.execution.open_cpu import block_exchange, open_cpu
 from engine.execution.open_encoder import open_encoder
 from engine.memory.errors import OutOfDeviceMemory
-from engine.models.config import ModelConfig, ModelConfigError, is_encoder, read_decoder_config, read_vision_config
+from engine.models.config import ModelConfig, ModelConfigError, is_encoder, read_decoder_config
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
+from engine.vision.families import read_vision_config
 from engine.weights.load import CheckpointError, ModelFiles
 from engine.weights.source import WeightSource
 
@@ -60,7 +61,7 @@ def _open_decoder(
     images: ImageEncoder | None = None
     with ExitStack() as resources:
         parts: DecoderParts
-        if where.type == "cpu":  # pictures are seen here alone: attention on a GPU has no rows that see ahead
+        if where.type == "cpu":  # pictures are seen here alone: steps on a GPU take no embeddings, and have no rows that see ahead
             source = source.with_vision(read_vision_config(Path(model.folder)))
             runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
             parts, images = (runner, memory, report), memory.images

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.models.decoder_config import VisionConfig
-from engine.models.siglip import SiglipEncoder, VisionParameters
 from engine.step.executor import EncoderAsleep
+from engine.vision.encoders import VisionEncoder
 
 PATCHES_MAX: Final = 8192  # of images that are encoded together: each takes some 100 KB meanwhile
 
@@ -25,17 +25,16 @@ class CpuImageEncoder:
     rows_EH  the buffer of embeddings that tokens of a step may name.
     """
 
-    def __init__(self, config: VisionConfig, load: Callable[[], VisionParameters], rows: int, hidden: int) -> None:
-        """`load` reads the parameters, now and at each wake."""
+    def __init__(self, config: VisionConfig, load: Callable[[], VisionEncoder], rows: int, hidden: int) -> None:
+        """`load` reads the encoder, now and at each wake."""
         self.side, self.tokens, self.token = config.side, config.tokens, config.image_token
         self.together = max(1, PATCHES_MAX // config.grid**2)
         self.rows_EH = torch.zeros(rows, hidden)
         self._placed = 0
-        self._config = config
         self._load = load
         self._lock = threading.Lock()  # it does not fall asleep while it encodes
-        self._encoder: SiglipEncoder | None = SiglipEncoder(config, load())
-        self.bytes = self._encoder.parameters.bytes
+        self._encoder: VisionEncoder | None = load()
+        self.bytes = self._encoder.bytes
 
     def encode(self, images: Items[bytes]) -> list[NDArray[np.float32]]:
         with self._lock:
@@ -62,4 +61,4 @@ class CpuImageEncoder:
     def wake(self) -> None:
         """Reads the parameters again. Raises CheckpointError."""
         with self._lock:
-            self._encoder = SiglipEncoder(self._config, self._load())
+            self._encoder = self._load()

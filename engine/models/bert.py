@@ -46,7 +46,7 @@ _TORCH_ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
 class TorchLinear:
     """A linear layer as torch computes it: on a GPU, where nothing is gained by packing."""
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor, activation: Activation) -> None:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, activation: Activation) -> None:
         self._weight_NK = weight_NK
         self._bias_N = bias_N
         self._activate = _TORCH_ACTIVATIONS[activation]

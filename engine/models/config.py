@@ -14,14 +14,12 @@ from engine.models.decoder_config import (
     ModelConfig,
     ModelConfigError,
     RopeConfig,
-    VisionConfig,
     positive_int,
 )
 from engine.models.families import FAMILIES
 from engine.models.quantization import fp8_scales
-from engine.models.vision import PREPROCESSOR_FILES, SEEING_ARCHITECTURES, parse_vision_config
 
-__all__ = ["ROPE_KINDS", "ModelConfig", "ModelConfigError", "RopeConfig", "VisionConfig"]
+__all__ = ["ROPE_KINDS", "ModelConfig", "ModelConfigError", "RopeConfig"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +77,6 @@ def read_decoder_config(folder: Path, *, vectors: bool = False) -> ModelConfig:
             f"{folder} is a model without a head, which gives vectors: set its task to Text Embeddings"
         )
     return replace(parsed, vectors=vectors)
-
-
-def read_vision_config(folder: Path) -> VisionConfig | None:
-    """What encodes images for the folder's decoder; None where nothing does that is known here. Raises
-    ModelConfigError."""
-    config = read_json(folder / "config.json")
-    if (config.get("architectures") or [""])[0] not in SEEING_ARCHITECTURES:
-        return None
-    files = [folder / name for name in PREPROCESSOR_FILES if (folder / name).exists()]
-    return parse_vision_config(config, read_json(files[0]) if files else {})
 
 
 def parse_decoder_config(config: Mapping[str, Any], stop: int | list[int] | None = None) -> ModelConfig:

@@ -79,7 +79,8 @@ class CpuStep:
         self._config = config
         self._pool = pool
         fold = config.heads // config.kv_heads
-        ends_T = batch.positions_T if config.vision is None else _seen_until(batch)
+        ahead = config.vision is not None and config.vision.bidirectional
+        ends_T = _seen_until(batch) if ahead else batch.positions_T
         self.groups = [
             _groups(batch, ends_T, group, span, pool.pools[group], fold) for group, span in enumerate(layers.spans)
         ]

@@ -83,14 +83,30 @@ class MixtureConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionConfig:
-    """A SigLIP encoder of images, and how its patches become tokens of the decoder.
+class PixelShuffleConfig:
+    """How patches become tokens in Llama 4, and the encoder's rotations.
 
-    side          of an image in pixels, which has three channels; of a patch: `patch`.
-    tokens        of the decoder that an image becomes: means of squares of patches.
-    image_token   the id that stands for them in a prompt.
-    mean, std     of each channel, whose numbers are 0 … 1 before: (number − mean) ÷ std.
-    activation    gelu or gelu_tanh.
+    square      so many patches in each direction are put side by side to be a token,
+    width       and go through a linear layer of so many outputs, a second one, and one to the decoder's size.
+    rope_theta  of a patch's row and column, each of which turns half of a head.
+    """
+
+    square: int
+    width: int
+    rope_theta: float
+
+
+@dataclass(frozen=True, slots=True)
+class VisionConfig:
+    """An encoder of images, and how its patches become tokens of the decoder.
+
+    side           of an image in pixels, which has three channels; of a patch: `patch`.
+    tokens         of the decoder that an image becomes, each a square of patches.
+    image_token    the id that stands for them in a prompt.
+    mean, std      of each channel, whose numbers are 0 … 1 before: (number − mean) ÷ std.
+    activation     gelu or gelu_tanh.
+    bidirectional  in the decoder the tokens of an image see each other; else those before them, as a text's do.
+    shuffle        as Llama 4 makes tokens of patches; None: as Gemma 3 does, of SigLIP's.
     """
 
     side: int
@@ -105,6 +121,8 @@ class VisionConfig:
     image_token: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    bidirectional: bool = True
+    shuffle: PixelShuffleConfig | None = None
 
     @property
     def grid(self) -> int:
@@ -134,7 +152,7 @@ class ModelConfig:
     mixture          of experts, where some layers have one.
     mxfp4            the checkpoint has experts in 4 bits a number, 32 of which share a power of two.
     fp8              the checkpoint has weights in 8 bits a number, with such factors.
-    vision           what encodes images for it, where something does. The tokens of an image see each other.
+    vision           what encodes images for it, where something does.
     """
 
     architecture: str
@@ -172,7 +190,7 @@ class ModelConfig:
 
     def with_vision(self, vision: VisionConfig | None) -> "ModelConfig":
         """The config with this encoder: windowed layers keep what rows of an image see of it behind themselves."""
-        ahead = 0 if vision is None else vision.tokens
+        ahead = vision.tokens if vision is not None and vision.bidirectional else 0
         spans = tuple(replace(span, ahead=ahead) if span.window is not None else span for span in self.spans)
         return replace(self, spans=spans, vision=vision)
 

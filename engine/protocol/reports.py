@@ -37,6 +37,7 @@ class InspectionReport(msgspec.Struct, frozen=True, kw_only=True):
     numbers: int  # that a replica would load
     coded_numbers: int = 0  # of these, in 12 or 8 bits each where a GPU has the others in bfloat16
     coded_bytes: int = 0  # what these take there
+    image_numbers: int = 0  # beside them, what encodes images, which replicas on a CPU load
 
 
 class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,13 +13,14 @@ from torch import Tensor
 from engine.layers.rank_shard import RankShard
 from engine.memory.streams import trim_memory
 from engine.models.bert import EncoderParameters, assemble_encoder
-from engine.models.config import EncoderConfig, ModelConfig, VisionConfig
+from engine.models.config import EncoderConfig, ModelConfig
+from engine.models.decoder_config import VisionConfig
 from engine.models.llama import DecoderParameters
 from engine.models.sharding import ParameterShard, shard_config, shard_parameters, stage_config, stage_name
-from engine.models.siglip import VisionParameters, assemble_vision
-from engine.models.vision import PLAIN_PREFIXES, vision_entries, vision_prefixes
 from engine.models.weight_names import ParameterEntry, decoder_entries, encoder_entries, required_tensors
 from engine.protocol.specs import ModelSpec
+from engine.vision.encoders import VisionEncoder, make_vision_encoder
+from engine.vision.families import vision_entries
 from engine.weights.assembly import AnyExchange, assemble_decoder
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import (
@@ -100,16 +101,16 @@ class WeightSource:
     def with_vision(self, vision: VisionConfig | None) -> "WeightSource":
         """The source with this encoder of images, where the checkpoint has one. Raises CheckpointError where it has
         only a part, or other shapes."""
-        prefixes = PLAIN_PREFIXES if self.checkpoint is None else vision_prefixes(self.checkpoint.tensors)
-        if vision is None or prefixes is None:
+        stored = None if self.checkpoint is None else self.checkpoint.tensors
+        table = None if vision is None else vision_entries(vision, self.config.hidden, stored)
+        if table is None:
             return self
-        table = vision_entries(vision, self.config.hidden, prefixes)
         if self.checkpoint is not None:
             self.checkpoint.require(table, lambda name: True)
         return replace(self, config=self.config.with_vision(vision), vision_table=tuple(table))
 
-    def load_vision(self, beat: Callable[[], None]) -> VisionParameters:
-        """The parameters of the encoder of images. Raises as `load_tensors`."""
+    def load_vision(self, beat: Callable[[], None]) -> VisionEncoder:
+        """The encoder of images with its parameters. Raises as `load_tensors`."""
         table = list(self.vision_table)
         if self.checkpoint is None:
             tensors = random_tensors(table, self.dtype, self.device, beat)
@@ -117,7 +118,7 @@ class WeightSource:
             formats = plain_formats(table, self.dtype)
             tensors = load_tensors(self.checkpoint, table, formats, self.device, beat)
         assert self.config.vision is not None
-        return assemble_vision(self.config.vision, tensors, beat)
+        return make_vision_encoder(self.config.vision, tensors, beat)
 
     def stage(self, layers: range) -> "WeightSource":
         """The source of a stage of these layers."""

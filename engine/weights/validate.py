@@ -19,6 +19,7 @@ from engine.models.config import ENCODER_ARCHITECTURES as ENCODERS
 from engine.models.config import (
     HEADLESS,
     EncoderConfig,
+    ModelConfig,
     ModelConfigError,
     is_encoder,
     read_decoder_config,
@@ -28,6 +29,7 @@ from engine.models.config import (
 from engine.models.weight_names import ParameterEntry, TensorSource, required_tensors
 from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
+from engine.vision.families import read_vision_config, vision_entries
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.tensor_index import bf12_escapes
 
@@ -46,15 +48,29 @@ def inspect_weights(model: ModelSpec) -> InspectionReport:
         raise CheckpointError(f"{folder} has {len(checkpoint.tensors)} tensors for the {config.layers} layers it names")
     table, is_unused = required_tensors(config, checkpoint.tensors)
     checkpoint.require(table, is_unused)
+    seeing = _require_vision(folder, config, checkpoint)
     decoder = [] if isinstance(config, EncoderConfig) else table
     bf12 = [(entry, count) for entry in decoder if (count := bf12_escapes(entry, checkpoint.tensors)) is not None]
     in_fp8 = [source for entry in decoder if all(own.is_fp8 for own in entry.sources) for source in entry.sources]
     return InspectionReport(
-        numbers=sum(math.prod(source.placed) for entry in table for source in entry.sources),
+        numbers=_numbers(table),
+        image_numbers=_numbers(seeing),
         coded_numbers=sum(math.prod(source.shape) for entry, _ in bf12 for source in entry.sources)
         + sum(math.prod(source.shape) for source in in_fp8),
         coded_bytes=sum(_bf12_bytes(entry, escapes) for entry, escapes in bf12) + sum(map(_fp8_bytes, in_fp8)),
     )
+
+
+def _require_vision(folder: Path, config: ModelConfig | EncoderConfig, checkpoint: Checkpoint) -> list[ParameterEntry]:
+    """The parameters of what encodes images, none where nothing does. Raises ModelConfigError or CheckpointError."""
+    vision = None if isinstance(config, EncoderConfig) else read_vision_config(folder)
+    table = None if vision is None else vision_entries(vision, config.hidden, checkpoint.tensors)
+    checkpoint.require(table or [], lambda name: True)
+    return table or []
+
+
+def _numbers(table: list[ParameterEntry]) -> int:
+    return sum(math.prod(source.placed) for entry in table for source in entry.sources)
 
 
 def _bf12_bytes(entry: ParameterEntry, escapes: int) -> int:

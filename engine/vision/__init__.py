@@ -1,0 +1,1 @@
+"""Encoders of images: config, checkpoint names, forward passes."""
