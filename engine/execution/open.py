@@ -61,7 +61,9 @@ def _open_decoder(
     images: ImageEncoder | None = None
     with ExitStack() as resources:
         parts: DecoderParts
-        if where.type == "cpu":  # pictures are seen here alone: steps on a GPU take no embeddings, and have no rows that see ahead
+        if (
+            where.type == "cpu"
+        ):  # pictures are seen here alone: steps on a GPU take no embeddings, and have no rows that see ahead
             source = source.with_vision(read_vision_config(Path(model.folder)))
             runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
             parts, images = (runner, memory, report), memory.images

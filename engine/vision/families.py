@@ -1,5 +1,6 @@
-"""The encoders of images that are known here, by the architectures of their models. It reads config.json and the file of
-the image processor beside it, and no tensors.
+"""The encoders of images that are known here, by the architectures of their models.
+
+It reads config.json and the file of the image processor beside it, and no tensors.
 """
 
 from collections.abc import Container, Mapping

@@ -21,8 +21,7 @@ from engine.vision.family_parts import (
 
 _TOWER: Final = "vision_model."
 _PROJECTOR: Final = "multi_modal_projector.linear_1"
-_BASES: Final = ("", "model.")
-_PATCHES: Final = "patch_embedding.linear"
+_PATCHES: Final = f"{_TOWER}patch_embedding.linear"
 _SERVED: Final = {
     "hidden_act": "gelu",
     "multi_modal_projector_bias": False,
@@ -70,29 +69,29 @@ class Llama4Vision:
     def table(
         self, config: VisionConfig, decoder_hidden: int, stored: Container[str] | None
     ) -> list[ParameterEntry] | None:
-        bases = [base for base in _BASES if stored is None or f"{base}{_TOWER}{_PATCHES}.weight" in stored]
-        return _entries(config, decoder_hidden, bases[0]) if bases else None
+        if stored is not None and f"{_PATCHES}.weight" not in stored:
+            return None
+        return _entries(config, decoder_hidden)
 
 
-def _entries(config: VisionConfig, decoder_hidden: int, base: str) -> list[ParameterEntry]:
-    hidden, shuffle, tower = config.hidden, config.shuffle, base + _TOWER
+def _entries(config: VisionConfig, decoder_hidden: int) -> list[ParameterEntry]:
+    hidden, shuffle, adapter = config.hidden, config.shuffle, f"{_TOWER}vision_adapter.mlp."
     assert shuffle is not None
-    adapter = f"{tower}vision_adapter.mlp."
     table = [
-        *linear_entries("patches", [(tower + _PATCHES, hidden)], 3 * config.patch**2, False),
-        entry("class", (f"{tower}class_embedding", (hidden,))),
-        entry("positions", (f"{tower}positional_embedding_vlm", (config.grid**2 + 1, hidden))),
-        norm_entry("first_norm", f"{tower}layernorm_pre", hidden),
+        *linear_entries("patches", [(_PATCHES, hidden)], 3 * config.patch**2, False),
+        entry("class", (f"{_TOWER}class_embedding", (hidden,))),
+        entry("positions", (f"{_TOWER}positional_embedding_vlm", (config.grid**2 + 1, hidden))),
+        norm_entry("first_norm", f"{_TOWER}layernorm_pre", hidden),
     ]
     for layer in range(config.layers):
-        source, norms = f"{tower}model.layers.{layer}.", ("input_layernorm", "post_attention_layernorm")
+        source, norms = f"{_TOWER}model.layers.{layer}.", ("input_layernorm", "post_attention_layernorm")
         table += layer_entries(config, source, f"layers.{layer}.", norms, "o_proj")
     return [
         *table,
-        norm_entry("norm", f"{tower}layernorm_post", hidden),
+        norm_entry("norm", f"{_TOWER}layernorm_post", hidden),
         *linear_entries("adapter_up", [(f"{adapter}fc1", shuffle.width)], hidden * shuffle.square**2, False),
         *linear_entries("adapter_down", [(f"{adapter}fc2", shuffle.width)], shuffle.width, False),
-        *linear_entries("projection", [(f"{base}{_PROJECTOR}", decoder_hidden)], shuffle.width, False),
+        *linear_entries("projection", [(_PROJECTOR, decoder_hidden)], shuffle.width, False),
     ]
 
 
@@ -110,4 +109,3 @@ def _rope_theta(vision: Entries) -> float:
     if rope.get("rope_type", "default") != "default":
         raise ModelConfigError(f"vision_config: rope_type {rope['rope_type']!r} must be 'default'")
     return number(vision if rope.get("rope_theta") is None else rope, "rope_theta", 10_000.0)
-

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import msgspec
 
 from engine.protocol.frames import Submit
-from engine.protocol.types import FinishReason, GivenTokens, Grammar, ImageInput, RejectReason
+from engine.protocol.types import FinishReason, GivenTokens, Grammar, RejectReason
 from gateway import errors
 from gateway.cluster.stream import (
     OutputDelta,
@@ -24,7 +24,7 @@ from gateway.cluster.stream import (
     SuccessorWanted,
     pack_token_ids,
 )
-from gateway.images.placing import decode_images, pack_prompt
+from gateway.images.placing import pack_prompt
 from gateway.inference.cache_scope import scope_of, terms_of
 from gateway.inference.completion import CompletionBuilder, check_grammar_met
 from gateway.inference.grammar import grammar_error
@@ -32,6 +32,7 @@ from gateway.inference.lifecycle import InferenceCall, Work
 from gateway.inference.prompt import Prompt
 from gateway.inference.prompt_encoding import (
     check_prompt_fits,
+    decode_prompt_images,
     encode_prompt,
     grammar_with_reasoning,
     opens_in_reasoning,
@@ -65,7 +66,8 @@ class TextGeneration(Work):
     async def run(self, call: InferenceCall) -> None:
         """Everything between the checked prompt and the last byte of the answer."""
         model, prompt = call.model, self.prompt
-        ids = await encode_prompt(call, prompt)
+        encoded = await encode_prompt(call, prompt)
+        ids = encoded.ids
         room = check_prompt_fits(call.context, model, prompt, len(ids))
         opened = opens_in_reasoning(model, prompt, ids)
         self.grammar = grammar_with_reasoning(model, prompt, opened)
@@ -77,7 +79,7 @@ class TextGeneration(Work):
         reservation = await call.reserve(len(ids), max_tokens * prompt.n, prompt.n)
         affordable = reservation.output_tokens // prompt.n
         self.cut_by_quota = affordable < max_tokens
-        images = await self._decode_images(call, ids)
+        images = await decode_prompt_images(call, prompt, encoded)
         if prompt.stream:
             call.exchange.stream(self.reply.fail)
         order = Submit(
@@ -97,14 +99,6 @@ class TextGeneration(Work):
         sink: OutputSink = EventStreamSink(self, call) if prompt.stream else SingleBodySink(self, call)
         await self._run_on_replica(call, order, sink, fingerprint)
         await sink.end()
-
-    async def _decode_images(self, call: InferenceCall, ids: list[int]) -> list[ImageInput]:
-        """The prompt's images, of one call of an account after the other, so that none has all processes. Raises
-        ApiError."""
-        if not self.prompt.images:
-            return []
-        async with call.context.account_locks.lock(f"images {call.caller.account.id}"):
-            return await decode_images(call.context.images, self.prompt.images, call.model.vision, ids)
 
     async def _run_on_replica(self, call: InferenceCall, order: Submit, sink: "OutputSink", fingerprint: bytes) -> None:
         """Runs the order on a replica. Where that is lost, ends or falls asleep, another one goes on behind the last
@@ -272,8 +266,8 @@ class TokenCount(Work):
 
     async def run(self, call: InferenceCall) -> None:
         await call.reserve(0)
-        ids = await encode_prompt(call, self.prompt)
-        await call.answer(self.render(len(ids)))
+        encoded = await encode_prompt(call, self.prompt)
+        await call.answer(self.render(len(encoded.ids)))
 
 
 class OutputSink(Protocol):

@@ -3,11 +3,15 @@
 It knows no replica and no limits of accounts.
 """
 
-from typing import Any, Final
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
-from engine.protocol.types import Grammar, GrammarKind, ScopeKind
+from engine.protocol.types import Grammar, GrammarKind, ImageInput, ScopeKind
 from gateway import errors
 from gateway.catalogue.catalogue import Model
+from gateway.images.placing import decode_images, lay_out
+from gateway.images.tiling import PictureLayout
 from gateway.images.vision import Vision
 from gateway.inference.cache_scope import scope_of
 from gateway.inference.completion import reasoning_enabled
@@ -23,8 +27,15 @@ from tenants.records.accounts import cache_retention_s
 REASONING_TAIL_TOKENS: Final = 16  # the end of a prompt, with "<think>" and some line breaks behind it
 
 
-async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
-    """The prompt's ids. Raises ApiError where the model's template or tokenizer cannot take it.
+class EncodedPrompt(NamedTuple):
+    """A prompt's ids, and how the images in it become tiles."""
+
+    ids: list[int]
+    layouts: Sequence[PictureLayout] = ()
+
+
+async def encode_prompt(call: InferenceCall, prompt: Prompt) -> EncodedPrompt:
+    """Raises ApiError where the model's template or tokenizer cannot take the prompt, or the model none of its images.
 
     A text that cannot fit is not encoded at all.
     """
@@ -34,8 +45,30 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> list[int]:
     context_tokens = context.fleet.context_tokens(model.name, model.context_tokens)
     if token_chars is not None and prompt.length > context_tokens * token_chars:
         raise errors.too_long(f"{prompt.length // token_chars} > {context_tokens}; shorten the prompt")
-    spread = call.is_long and not call.zero_retention
-    return await call.compute(lambda: _encode(model, prompt, known, spread=spread))
+    spread, layouts = call.is_long and not call.zero_retention, await _lay_out_images(call, prompt)
+    return EncodedPrompt(await call.compute(lambda: _encode(model, prompt, layouts, known, spread=spread)), layouts)
+
+
+async def _lay_out_images(call: InferenceCall, prompt: Prompt) -> list[PictureLayout]:
+    vision = _vision_for(call.model, prompt)
+    if vision is None:
+        return []
+    async with _images_turn(call):
+        return await lay_out(call.context.images, prompt.images, vision)
+
+
+async def decode_prompt_images(call: InferenceCall, prompt: Prompt, encoded: EncodedPrompt) -> list[ImageInput]:
+    """The prompt's images as a replica takes them. Raises ApiError for those that are not taken."""
+    vision = call.model.vision
+    if vision is None or not prompt.images:
+        return []
+    async with _images_turn(call):
+        return await decode_images(call.context.images, prompt.images, encoded.layouts, vision, encoded.ids)
+
+
+def _images_turn(call: InferenceCall) -> asyncio.Lock:
+    """Held while images are looked into, of one call of an account after the other, so that none has all processes."""
+    return call.context.account_locks.lock(f"images {call.caller.account.id}")
 
 
 def _known_encodings(call: InferenceCall, prompt: Prompt) -> ScopedEncodings | None:
@@ -49,7 +82,14 @@ def _known_encodings(call: InferenceCall, prompt: Prompt) -> ScopedEncodings | N
     return encodings.of_scope(account.id, scope.id, account.epoch, cache_retention_s(account.settings))
 
 
-def _encode(model: Model, prompt: Prompt, known: ScopedEncodings | None, *, spread: bool = False) -> list[int]:
+def _encode(
+    model: Model,
+    prompt: Prompt,
+    layouts: Sequence[PictureLayout],
+    known: ScopedEncodings | None,
+    *,
+    spread: bool = False,
+) -> list[int]:
     """`spread`: by several threads."""
     text = model.tokenizer
     if prompt.ids is not None:
@@ -64,7 +104,7 @@ def _encode(model: Model, prompt: Prompt, known: ScopedEncodings | None, *, spre
             ids = text.encode_chat(
                 prompt.messages, prompt.tools, options=options, spread=spread, known=known, images=images
             )
-            return ids if vision is None else _with_image_tokens(ids, vision, prompt)
+            return ids if vision is None else _with_image_tokens(ids, vision, layouts, prompt)
         assert prompt.text is not None
         if prompt.raw or not text.has_chat_template:
             return text.encode_prompt(prompt.text)
@@ -82,12 +122,13 @@ def _vision_for(model: Model, prompt: Prompt) -> Vision | None:
     return model.vision if prompt.images else None
 
 
-def _with_image_tokens(ids: list[int], vision: Vision, prompt: Prompt) -> list[int]:
-    """The ids with each image's token as often as the image has tokens. The template may write it, no text can."""
-    if ids.count(vision.token) != len(prompt.images):
+def _with_image_tokens(ids: list[int], vision: Vision, layouts: Sequence[PictureLayout], prompt: Prompt) -> list[int]:
+    """The ids with those of each image in its place. The template may write what stands there, no text can."""
+    if ids.count(vision.place) != len(layouts):
         field = prompt.images[0].field
         raise errors.bad_input(f"'{field}': the model's chat template has no place for an image there", field)
-    return [id for each in ids for id in ([each] * vision.tokens if each == vision.token else (each,))]
+    images = iter(layouts)
+    return [id for each in ids for id in (vision.ids(next(images)) if each == vision.place else (each,))]
 
 
 def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:
