@@ -5,6 +5,29 @@ pixels and no requests.
 import math
 from typing import NamedTuple
 
+import numpy as np
+
+
+class _Bound(NamedTuple):
+    """So many pixels at most for `size` of a picture; `single`: in single precision."""
+
+    size: int
+    pixels: int
+    single: bool
+
+    def scale(self, single: bool) -> float:
+        exact = self.pixels / self.size
+        return _single(exact) if single else exact
+
+    def scaled(self, size: int) -> int:
+        """The picture's other size by the scale of this one."""
+        exact = size * self.scale(self.single)
+        return math.floor(_single(exact) if self.single else exact)
+
+
+def _single(number: float) -> float:
+    return float(np.float32(number))
+
 
 class PictureLayout(NamedTuple):
     """Tiles of a picture.
@@ -55,16 +78,28 @@ class Tiling(NamedTuple):
         roomy = [scale for scale in scales.values() if scale >= 1]
         best = min(roomy) if roomy and not self.enlarges else max(scales.values())
         columns, rows = min((grid for grid in grids if scales[grid] == best), key=math.prod)
-        room_width, room_height = columns * self.side, rows * self.side
-        if not self.enlarges:
-            room_width, room_height = min(max(width, self.side), room_width), min(max(height, self.side), room_height)
-        if room_width / width < room_height / height:
-            room_height = min(math.floor(height * (room_width / width)), room_height)
-        else:
-            room_width = min(math.floor(width * (room_height / height)), room_width)
-        return PictureLayout(max(room_width, 1), max(room_height, 1), columns, rows, (width, height))
+        canvas = (columns * self.side, rows * self.side)
+        least = math.inf if self.enlarges else self.side
+        room = max(width, least), max(height, least)
+        return PictureLayout(*_fitted((width, height), canvas, room), columns, rows, (width, height))
 
     def ids(self, layout: PictureLayout, tile: list[int]) -> list[int]:
         """What a prompt has for a picture, where `tile` is what it has for a tile."""
         row = [id for _ in range(layout.columns - 1) for id in (*tile, self.across)] + [*tile, self.down]
         return [self.begin, *(row * layout.rows if layout.tiles > 1 else ()), self.whole, *tile, self.end]
+
+
+def _fitted(size: tuple[int, int], canvas: tuple[int, int], room: tuple[float, float]) -> tuple[int, int]:
+    """The largest width and height of a picture's shape, in whole pixels, within a canvas and within the room.
+
+    The reference library divides in single precision where the canvas is what bounds, else in double: so do we, for
+    what is rounded down may be a pixel less by the one than by the other.
+    """
+    bounds = [
+        _Bound(have, int(min(most, whole)), whole < most) for have, whole, most in zip(size, canvas, room, strict=True)
+    ]
+    across, down = bounds
+    single = across.single or down.single
+    if across.scale(single) < down.scale(single):
+        return across.pixels, max(1, min(across.scaled(down.size), down.pixels))
+    return max(1, min(down.scaled(across.size), across.pixels)), down.pixels

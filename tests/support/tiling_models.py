@@ -1,17 +1,19 @@
 """A small random Llama 4 that sees, made with the reference library, what that says of prompts with tiles, and what its
 image processor makes of pictures.
 
-That processor wants torchvision for two functions, which torch has under other names: they are put in its place, so that
-its own code cuts the pictures.
+That processor wants torchvision for two functions, which torch has under other names: they are put in its place, so
+that its own code cuts the pictures.
 """
 
 import json
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers.models.llama4 import modeling_llama4
+from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from tests.support.model_folders import byte_level, special
 from tests.support.seeing_models import IMAGE_TOKEN, SIDE, TOKENS, Image
@@ -70,8 +74,8 @@ def tile_logits(model: Llama4ForConditionalGeneration, ids: Sequence[int], tiles
 def greedy_tiling(
     model: Llama4ForConditionalGeneration, prompt: Sequence[int], tiles: Sequence[Image], written: Sequence[int]
 ) -> list[int]:
-    """What the library's greedy decoding writes behind the prompt, in which the image token stands for tiles, and behind
-    each part of what was `written`."""
+    """What the library's greedy decoding writes behind the prompt, in which the image token stands for tiles, and
+    behind each part of what was `written`."""
     logits_TV = tile_logits(model, [*prompt, *written[:-1]], tiles)
     ids: list[int] = logits_TV[len(prompt) - 1 :].argmax(-1).tolist()
     return ids
@@ -79,21 +83,19 @@ def greedy_tiling(
 
 @cache
 def reference_processing() -> ModuleType:
-    """The library's module that processes Llama 4's pictures."""
-    v2, names = ModuleType("torchvision.transforms.v2"), ("torchvision", "torchvision.transforms")
-    replaced = {name: ModuleType(name) for name in names} | {v2.__name__: v2}
-    v2.functional = SimpleNamespace(pad=_pad)  # type: ignore[attr-defined]
-    before = {name: sys.modules.get(name) for name in replaced}
-    sys.modules.update(replaced)
-    try:
-        from transformers.models.llama4 import image_processing_llama4
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
-    return image_processing_llama4
+    """The library's module that processes Llama 4's pictures, read from its file: by its name it is not given without
+    torchvision."""
+    transforms = ModuleType("torchvision.transforms.v2")
+    transforms.functional = SimpleNamespace(pad=_pad)  # type: ignore[attr-defined]
+    path = Path(modeling_llama4.__file__).with_name("image_processing_llama4.py")
+    spec = spec_from_file_location("transformers.models.llama4.processing_of_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    replaced = dict.fromkeys(("torchvision", "torchvision.transforms", transforms.__name__), transforms)
+    with patch.dict(sys.modules, {**replaced, spec.name: module}):
+        spec.loader.exec_module(module)
+    return module
 
 
 def _pad(images: Tensor, padding: list[int], fill: list[int]) -> Tensor:
@@ -152,7 +154,5 @@ def write_tiling_folder(folder: Path, tiles_max: int = 6) -> tuple[Path, Llama4F
 
 def picture_text(rows: int, columns: int) -> str:
     """What the library's processor writes for a picture of so many tiles."""
-    from transformers.models.llama4.processing_llama4 import Llama4Processor
-
     text: str = Llama4Processor._prompt_split_image(None, (rows, columns), TOKENS)
     return text

@@ -2,7 +2,7 @@
 itself; what it does not compute is refused by name."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,14 @@ Writer = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Writer]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Writer:
     def write(model: Llama4ForConditionalGeneration, **processor: object) -> Path:
         folder = tmp_path_factory.mktemp("tiling")
         model.save_pretrained(folder)
         (folder / "preprocessor_config.json").write_text(json.dumps(processor))
         return folder
 
-    yield write
+    return write
 
 
 def source(folder: Path, dtype: torch.dtype = torch.float32) -> WeightSource:

@@ -14,11 +14,12 @@ from engine.protocol import frames
 from engine.protocol.types import RejectReason, Scope, ScopeKind
 from gateway.images.decoder import DecodedImage
 from gateway.images.source import ImageSource
+from gateway.images.tiling import PictureLayout
 from gateway.images.vision import Vision
 from gateway.inference.account_lock import AccountLocks
 from gateway.inference.lifecycle import InferenceCall
-from gateway.inference.pipeline import TextGeneration
 from gateway.inference.prompt import Prompt
+from gateway.inference.prompt_encoding import EncodedPrompt, decode_prompt_images
 from tenants.records.limits import Limits
 from tests.support.loop_holds import loop_holds
 from tests.support.served_gateway import Served, looped, served
@@ -631,20 +632,19 @@ async def test_images_of_an_account_are_decoded_one_call_after_the_other() -> No
     decoding, go, locks = list[str](), asyncio.Event(), AccountLocks()
 
     class Decoder:
-        async def decode(self, images: tuple[ImageSource, ...], side: int, resample: int) -> list[DecodedImage]:
+        async def decode(self, images: tuple[ImageSource, ...], *_: object) -> list[DecodedImage]:
             decoding.append(images[0].field)
             await go.wait()
             return [DecodedImage(bytes(32), b"") for _ in images]
 
     async def decoded(account: str, field: str) -> None:
-        nothing: Any = None
-        work = TextGeneration(Prompt(images=(ImageSource(b"x", None, field),)), nothing)
+        prompt = Prompt(images=(ImageSource(b"x", None, field),))
         call: Any = SimpleNamespace(
             context=SimpleNamespace(account_locks=locks, images=Decoder()),
             caller=SimpleNamespace(account=SimpleNamespace(id=account)),
-            model=SimpleNamespace(vision=Vision(1, 2, 1, 7, "", "")),
+            model=SimpleNamespace(vision=Vision(1, 2, 1, 7, "", "", 7)),
         )
-        assert len(await work._decode_images(call, [1, 7])) == 1
+        assert len(await decode_prompt_images(call, prompt, EncodedPrompt([1, 7], [PictureLayout(1, 1)]))) == 1
 
     async with asyncio.TaskGroup() as tasks:
         for account, field in (("ann", "ann 1"), ("ann", "ann 2"), ("ann", "ann 3"), ("bob", "bob 1")):
