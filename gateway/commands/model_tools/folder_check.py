@@ -172,12 +172,12 @@ def _require_ranks(spec: ModelSpec, budgets: list[DeviceBudget]) -> int:
 
 def _weights_bytes(entry: ModelEntryConfig, inspected: InspectionReport, task: ModelTask, budget: DeviceBudget) -> int:
     """Bytes on the device, at least: only GPUs keep weights in 12 bits, and only beside others in bfloat16; a CPU
-    measures at each start what the type `auto` means for text, and has what encodes images beside."""
+    measures at each start what the type `auto` means for text, and as one rank has what encodes images beside."""
     on_cpu = budget.device == HOST_MEMORY_DEVICE
     number_bytes = _NUMBER_BYTES.get(entry.dtype, 4 if on_cpu and task is not ModelTask.GENERATION else 2)
-    if on_cpu:
+    if on_cpu and {entry.gpus, entry.stages} <= {1, "auto"}:
         return (inspected.numbers + inspected.image_numbers) * number_bytes
-    if entry.dtype not in ("auto", "bfloat16"):
+    if on_cpu or entry.dtype not in ("auto", "bfloat16"):
         return inspected.numbers * number_bytes
     return (inspected.numbers - inspected.coded_numbers) * number_bytes + inspected.coded_bytes
 

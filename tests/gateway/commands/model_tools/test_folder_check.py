@@ -1,12 +1,21 @@
-"""gateway/commands/model_tools/folder_check.py: on how many devices a model is, and files in a folder's place."""
+"""gateway/commands/model_tools/folder_check.py: on how many devices a model is at once, what of it a device has, and
+files in a folder's place."""
 
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from engine.hostinfo.memory import HOST_MEMORY_DEVICE, DeviceBudget
+from engine.protocol.reports import InspectionReport
 from engine.protocol.specs import ModelSpec
-from gateway.commands.model_tools.folder_check import UnservableFolder, _require_ranks, inspect_folder
+from gateway.catalogue.tasks import ModelTask
+from gateway.commands.model_tools.folder_check import (
+    UnservableFolder,
+    _require_ranks,
+    _weights_bytes,
+    inspect_folder,
+)
 from gateway.config import Config, ModelEntryConfig
 
 BUDGET = (1 << 40, 1 << 40, 1 << 40)
@@ -33,3 +42,13 @@ def test_a_gguf_file_in_a_folders_place_is_told_what_makes_a_folder_of_it(tmp_pa
         UnservableFolder, match=r"notes\.gguf is a file\n  -> .*`hearth models import FILE --to FOLDER`"
     ):
         inspect_folder(Config(), ModelEntryConfig(name="notes", folder=str(tmp_path / "notes.gguf")), [])
+
+
+def test_what_encodes_images_counts_where_it_is_loaded() -> None:
+    entry, inspected = ModelEntryConfig(name="@cf/a/m", dtype="float32"), InspectionReport(numbers=100, image_numbers=7)
+    cpu, gpu = DeviceBudget(HOST_MEMORY_DEVICE, *BUDGET), GPUS[0]
+    taken = [
+        _weights_bytes(replace(entry, gpus=gpus, stages=stages), inspected, ModelTask.GENERATION, budget)
+        for gpus, stages, budget in ((1, 1, cpu), ("auto", "auto", cpu), (2, 1, cpu), (1, 2, cpu), (1, 1, gpu))
+    ]
+    assert taken == [428, 428, 400, 400, 400]
