@@ -21,7 +21,6 @@ from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
 from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
-from engine.vision.families import read_vision_config
 from engine.weights.load import CheckpointError, ModelFiles
 from engine.weights.source import WeightSource
 
@@ -64,7 +63,7 @@ def _open_decoder(
         if (
             where.type == "cpu"
         ):  # pictures are seen here alone: steps on a GPU take no embeddings, and have no rows that see ahead
-            source = source.with_vision(read_vision_config(Path(model.folder)))
+            source = source.with_vision(Path(model.folder))
             runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
             parts, images = (runner, memory, report), memory.images
             exchange = block_exchange(memory.memories)

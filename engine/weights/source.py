@@ -14,13 +14,12 @@ from engine.layers.rank_shard import RankShard
 from engine.memory.streams import trim_memory
 from engine.models.bert import EncoderParameters, assemble_encoder
 from engine.models.config import EncoderConfig, ModelConfig
-from engine.models.decoder_config import VisionConfig
 from engine.models.llama import DecoderParameters
 from engine.models.sharding import ParameterShard, shard_config, shard_parameters, stage_config, stage_name
 from engine.models.weight_names import ParameterEntry, decoder_entries, encoder_entries, required_tensors
 from engine.protocol.specs import ModelSpec
 from engine.vision.encoders import VisionEncoder, make_vision_encoder
-from engine.vision.families import vision_entries
+from engine.vision.families import read_vision_config, vision_entries
 from engine.weights.assembly import AnyExchange, assemble_decoder
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.formats import (
@@ -98,9 +97,10 @@ class WeightSource:
         takes its memory once more, for packing. Raises as `load_tensors`."""
         return assemble_decoder(self.config, self.load_all(beat, into), beat)
 
-    def with_vision(self, vision: VisionConfig | None) -> "WeightSource":
-        """The source with this encoder of images, where the checkpoint has one. Raises CheckpointError where it has
-        only a part, or other shapes."""
+    def with_vision(self, folder: Path) -> "WeightSource":
+        """The source with the encoder of images that the folder's config.json means, where the checkpoint has one.
+        Raises ModelConfigError, and CheckpointError where it has only a part, or other shapes."""
+        vision = read_vision_config(folder)
         stored = None if self.checkpoint is None else self.checkpoint.tensors
         table = None if vision is None else vision_entries(vision, self.config.hidden, stored)
         if table is None:

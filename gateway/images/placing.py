@@ -16,6 +16,15 @@ TILE_BYTES_MAX: Final = 48 << 20  # of a request: its frame to a replica has no 
 _ABOVE: Final = 1 << 31  # tokens of images are no less, and carry their digests
 
 
+def require_vision(vision: Vision | None, images: Sequence[ImageSource], model: str) -> Vision | None:
+    """How the model of this name takes a prompt's images, where it has any. Raises ApiError where the model takes
+    none."""
+    if images and vision is None:
+        field = images[0].field
+        raise bad_input(f"'{field}': {model} takes no images; send text, or ask a model that sees", field)
+    return vision if images else None
+
+
 async def lay_out(decoder: ImageDecoder, images: Sequence[ImageSource], vision: Vision) -> list[PictureLayout]:
     """How each image becomes tiles. Raises ApiError for those that are not taken, and for too many tiles."""
     if vision.tiling is None:
@@ -29,6 +38,18 @@ async def lay_out(decoder: ImageDecoder, images: Sequence[ImageSource], vision: 
             problem = f"has {layout.tiles} tiles, and with those before it {tiles}; at most {tiles_max} are taken"
             raise bad_input(f"'{image.field}' {problem}; {advice}", image.field)
     return layouts
+
+
+def with_images(
+    ids: Sequence[int], images: Sequence[ImageSource], layouts: Sequence[PictureLayout], vision: Vision
+) -> list[int]:
+    """The ids with those of each image in its place. The template may write what stands there, no text can. Raises
+    ApiError where it wrote another number of them."""
+    if ids.count(vision.place) != len(layouts):
+        field = images[0].field
+        raise bad_input(f"'{field}': the model's chat template has no place for an image there", field)
+    left = iter(layouts)
+    return [id for each in ids for id in (vision.ids(next(left)) if each == vision.place else (each,))]
 
 
 async def decode_images(

@@ -10,9 +10,8 @@ from typing import Any, Final, NamedTuple
 from engine.protocol.types import Grammar, GrammarKind, ImageInput, ScopeKind
 from gateway import errors
 from gateway.catalogue.catalogue import Model
-from gateway.images.placing import decode_images, lay_out
+from gateway.images.placing import decode_images, lay_out, require_vision, with_images
 from gateway.images.tiling import PictureLayout
-from gateway.images.vision import Vision
 from gateway.inference.cache_scope import scope_of
 from gateway.inference.completion import reasoning_enabled
 from gateway.inference.context import InferenceContext
@@ -50,7 +49,7 @@ async def encode_prompt(call: InferenceCall, prompt: Prompt) -> EncodedPrompt:
 
 
 async def _lay_out_images(call: InferenceCall, prompt: Prompt) -> list[PictureLayout]:
-    vision = _vision_for(call.model, prompt)
+    vision = require_vision(call.model.vision, prompt.images, call.model.name)
     if vision is None:
         return []
     async with _images_turn(call):
@@ -99,12 +98,12 @@ def _encode(
         if prompt.messages is not None:
             if prompt.tools and not text.supports_tools:
                 raise errors.bad_input(f"'tools' are not known to {model.name}; leave them out", "tools")
-            vision = _vision_for(model, prompt)
+            vision = model.vision if layouts else None
             images = None if vision is None else (vision.marker, vision.expansion)
             ids = text.encode_chat(
                 prompt.messages, prompt.tools, options=options, spread=spread, known=known, images=images
             )
-            return ids if vision is None else _with_image_tokens(ids, vision, layouts, prompt)
+            return ids if vision is None else with_images(ids, prompt.images, layouts, vision)
         assert prompt.text is not None
         if prompt.raw or not text.has_chat_template:
             return text.encode_prompt(prompt.text)
@@ -112,23 +111,6 @@ def _encode(
     except TokenizationError as error:
         field = prompt.field_name("prompt" if prompt.messages is None else "messages")
         raise errors.bad_input(str(error), field) from None
-
-
-def _vision_for(model: Model, prompt: Prompt) -> Vision | None:
-    """How the model takes the prompt's images, where it has any. Raises ApiError where the model takes none."""
-    if prompt.images and model.vision is None:
-        field = prompt.images[0].field
-        raise errors.bad_input(f"'{field}': {model.name} takes no images; send text, or ask a model that sees", field)
-    return model.vision if prompt.images else None
-
-
-def _with_image_tokens(ids: list[int], vision: Vision, layouts: Sequence[PictureLayout], prompt: Prompt) -> list[int]:
-    """The ids with those of each image in its place. The template may write what stands there, no text can."""
-    if ids.count(vision.place) != len(layouts):
-        field = prompt.images[0].field
-        raise errors.bad_input(f"'{field}': the model's chat template has no place for an image there", field)
-    images = iter(layouts)
-    return [id for each in ids for id in (vision.ids(next(images)) if each == vision.place else (each,))]
 
 
 def _template_options(model: Model, prompt: Prompt) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 from transformers import Llama4ForConditionalGeneration
 
-from engine.images.cpu_images import CpuImageEncoder
 from engine.step.layout import unpack_step
 from tests.engine.replica.test_images import Part, Seeing, scope, text
 from tests.support.seeing_models import IMAGE_TOKEN, TOKENS, random_image
@@ -94,12 +93,3 @@ def test_a_prefix_that_ends_among_tiles_is_found(seeing: Seeing, reference: Llam
     stranger = seeing.submit(first, 2, tenant=scope(b"u"))
     seeing.run()
     assert seeing.cached[stranger] == 0
-
-
-def test_a_picture_is_seen_again_behind_a_sleep(seeing: Seeing, reference: Llama4ForConditionalGeneration) -> None:
-    assert isinstance(seeing.encoder, CpuImageEncoder)
-    seeing.encoder.sleep()
-    seeing.encoder.wake()
-    prompt: list[Part] = [text(1, 5), *picture(3), text(2, 9)]
-    (written,) = seeing.texts([prompt], 4)
-    assert written == wanted(reference, prompt, written)

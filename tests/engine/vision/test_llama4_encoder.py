@@ -50,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Writer:
 def source(folder: Path, dtype: torch.dtype = torch.float32) -> WeightSource:
     config = read_decoder_config(folder)
     opened = WeightSource.open(folder, config, dtype, torch.device("cpu"), False)
-    return opened.with_vision(read_vision_config(folder))
+    return opened.with_vision(folder)
 
 
 def encoded(folder: Path, images: list[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
