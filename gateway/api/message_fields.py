@@ -18,8 +18,8 @@ from gateway.images.source import ImageSource, check_count, from_base64, from_by
 
 
 class ImageUrl(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image as a data: URI in base64: no address is fetched. `detail` changes nothing: a model sees every image at
-    one size."""
+    """An image as a data: URI in base64: no address is fetched. `detail` changes nothing: a model sees images at
+    sizes of its own."""
 
     url: str
     detail: Literal["auto", "low", "high"] | None = None

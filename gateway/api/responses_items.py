@@ -33,7 +33,7 @@ class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text",
 
 class InputImage(msgspec.Struct, frozen=True, tag_field="type", tag="input_image", forbid_unknown_fields=True):
     """An image of a user's message as a data: URI in base64: no address is fetched, and no file is kept. `detail`
-    changes nothing: a model sees every image at one size."""
+    changes nothing: a model sees images at sizes of its own."""
 
     image_url: str | None = None
     file_id: None = None

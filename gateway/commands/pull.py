@@ -39,16 +39,16 @@ examples:
   hearth pull BAAI/bge-base-en-v1.5                    vectors; bge's rerankers score pairs of texts
   hearth pull org/model --revision v2
 
-Served are Llama 2 to 4, Mistral, Ministral, Mixtral, Qwen2 and Qwen3, Phi-3, Gemma 2 and 3 and gpt-oss (of those that
-see, the text), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as safetensors. Run it again after an
-interruption: it goes on where it stopped. A running server takes the new model up within two seconds. HF_ENDPOINT names
-a mirror.
+Served are Llama 2 to 4, Mistral, Ministral, Mixtral, Qwen2 and Qwen3, Phi-3, Gemma 2 and 3 and gpt-oss (Gemma 3 and
+Llama 4 see on a CPU; of others that see, the text), and for vectors BERT, RoBERTa and XLM-RoBERTa, with weights as
+safetensors. Run it again after an interruption: it goes on where it stopped. A running server takes the new model up
+within two seconds. HF_ENDPOINT names a mirror.
 """
 _WRITERS: Final = (
     *("Llama", "Mistral", "Ministral", "Ministral3", "Qwen2", "Qwen3", "Phi3", "Gemma2", "Gemma3"),
     *("Mixtral", "Qwen3Moe", "Llama4", "GptOss"),
 )
-_SEEING: Final = ("Mistral3", "Gemma3", "Llama4")  # of which the text is served
+_SEEING: Final = ("Mistral3", "Gemma3", "Llama4")
 _ENCODERS: Final = ("Bert", "Roberta", "XLMRoberta")
 SERVED: Final = frozenset({  # architectures, as the engine has them
     *(f"{family}ForCausalLM" for family in _WRITERS),
