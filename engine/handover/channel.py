@@ -11,6 +11,7 @@ from engine.protocol.connection import notice_vanished
 _M = TypeVar("_M")
 _N = TypeVar("_N")
 _O = TypeVar("_O")
+_P = TypeVar("_P")
 _DESCRIPTOR: Final = b"m"
 
 
@@ -46,6 +47,8 @@ class MessageChannel:
     def receive(self, kind: type[_M], other: type[_N], /) -> _M | _N: ...
     @overload
     def receive(self, kind: type[_M], other: type[_N], third: type[_O], /) -> _M | _N | _O: ...
+    @overload
+    def receive(self, kind: type[_M], other: type[_N], third: type[_O], fourth: type[_P], /) -> _M | _N | _O | _P: ...
     def receive(self, *kinds: type[object]) -> object:
         """The next message, of one of these kinds. Raises HandoverLost and HandoverError."""
         head = bytearray(LENGTH.size)

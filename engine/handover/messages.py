@@ -1,10 +1,12 @@
 """What two replicas say to each other while KV blocks move, and how bytes become that: a 4-byte big-endian length and
-one msgpack-encoded tagged struct. Bytes of blocks follow the BlockRun that names them, unless the memory is shared.
+one msgpack-encoded tagged struct. Bytes of blocks follow the BlockRun that names them, unless the memory is shared or
+the sender writes to it by itself.
 
-    sender → receiver   HandoverOffer │ [WindowAnswer] BlockRun… HandoverBeat… │ HandoverSeal │
-    receiver → sender                 │ HandoverGrant  BlocksTaken…            │              │ HandoverSealed
+    sender → receiver  HandoverOffer │ [WindowAnswer] BlockRun… HandoverBeat… [FabricLeft] │ HandoverSeal │
+    receiver → sender                │ HandoverGrant  BlocksTaken…                         │       HandoverSealed
 
-A grant of the device's memory is answered; where the sender does not reach it, another one follows, of the host's.
+A grant of the device's memory is answered; where the sender does not reach it, another one follows, of the host's. One
+over a fabric holds until the sender says that it left it, at once or in the midst.
 
 It knows no sockets, no sequences and no tensors.
 """
@@ -42,7 +44,7 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """The first message: at most `blocks` blocks of block_bytes each are to be held under `id`, which does not tell the
     key. `boot` is the start of the receiver that is meant. `shares_memory`: the sender can take a descriptor, and one
     of a device's memory where that is of its kind of `windows`. Where there are `regions`, a receiver in none of them
-    refuses."""
+    refuses. `fabric`: the sender writes to memory of hosts that declare the same one."""
 
     version: int
     id: bytes
@@ -55,22 +57,30 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     shares_memory: bool = False
     regions: list[str] = []
     windows: str = ""
+    fabric: str = ""
 
 
 class HandoverGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """There is room. Whoever hears nothing of the other for lease_ms lets go. `shared`: a byte follows with the
     descriptor of the memory that the blocks are to be written to. `window`: it is the device's, and checksums are those
-    of devices (kernels/ranks/block_copies.py)."""
+    of devices (kernels/ranks/block_copies.py). `agent`: metadata of the agent whose memory, from `address` on, the
+    blocks are to be written to before their run is sent; empty: not over a fabric."""
 
     lease_ms: int
     shared: bool = False
     window: bool = False
+    agent: bytes = b""
+    address: int = 0
 
 
 class WindowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="window"):
     """Whether the sender reaches the memory that it was granted."""
 
     mapped: bool
+
+
+class FabricLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
+    """The sender does not reach, or no longer, the agent that it was granted: from here on blocks follow their runs."""
 
 
 class HandoverRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
@@ -118,6 +128,7 @@ Message = (
     HandoverOffer
     | HandoverGrant
     | WindowAnswer
+    | FabricLeft
     | HandoverRefusal
     | BlockRun
     | HandoverBeat

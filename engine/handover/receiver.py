@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.handover.channel import HandoverLost, MessageChannel
+from engine.handover.fabric import FabricAgents, FabricError
 from engine.handover.messages import (
     HANDOVER_VERSION,
     ID_BYTES,
     BlockRun,
     BlocksTaken,
+    FabricLeft,
     HandoverBeat,
     HandoverError,
     HandoverFault,
@@ -28,6 +30,7 @@ from engine.handover.messages import (
     HandoverSealed,
     WindowAnswer,
 )
+from engine.handover.staged_memory import HostMemory
 from engine.handover.staging import StagedPrefix, StagingArea, StagingRefused
 from engine.log import log
 from engine.memory.errors import OutOfDeviceMemory
@@ -56,14 +59,16 @@ class HandoverReceiver:
 
     def __init__(
         self, listener: socket.socket, area: StagingArea, format: BlockFormat, lease_s: float = LEASE_S,
-        on_sealed: Callable[[], None] = lambda: None,
+        on_sealed: Callable[[], None] = lambda: None, fabric: FabricAgents | None = None,
     ) -> None:  # fmt: skip
-        """It closes the listener."""
+        """It closes the listener. With a `fabric` senders that declare the same one write to the memory that they are
+        granted."""
         self._listener = listener
         self._area = area
         self._format = format
         self._lease_s = lease_s
         self._on_sealed = on_sealed
+        self._fabric = fabric
         self._lock = threading.Lock()
         self._channels: dict[MessageChannel, threading.Thread] = {}
         self._closed = False
@@ -126,13 +131,17 @@ class HandoverReceiver:
             self._check(offer)
             staged = self._area.open(offer.id, offer.block_bytes, offer.blocks, offer.shares_memory, offer.windows)
             self._grant(channel, staged, offer)
-            while not isinstance(message := channel.receive(BlockRun, HandoverBeat, HandoverSeal), HandoverSeal):
+            kinds = BlockRun, HandoverBeat, FabricLeft, HandoverSeal
+            while not isinstance(message := channel.receive(*kinds), HandoverSeal):
                 staged.require()
                 if isinstance(message, BlockRun):
                     self._take(channel, staged, message)
+                elif isinstance(message, FabricLeft):
+                    _leave_fabric(staged, complete=False)
             staged.require()
             if message.blocks != len(staged.names):
                 raise HandoverError(f"{message.blocks} blocks are sealed, and {len(staged.names)} came")
+            _leave_fabric(staged, complete=True)
             self._area.seal(staged)
             sealed = True
         except StagingRefused as refused:
@@ -157,7 +166,23 @@ class HandoverReceiver:
                 return
             log("handover_window_out_of_reach", level="warning")
             self._area.to_host(staged, offer.shares_memory)
-        self._send_grant(channel, HandoverGrant(lease_ms, staged.memory.descriptor is not None), staged)
+        agent, address = self._open_to_fabric(staged, offer.fabric)
+        shared = staged.memory.descriptor is not None
+        self._send_grant(channel, HandoverGrant(lease_ms, shared, False, agent, address), staged)
+
+    def _open_to_fabric(self, staged: StagedPrefix, fabric: str) -> tuple[bytes, int]:
+        """What the sender of this fabric wants in order to write to the memory, nothing where it is not to."""
+        memory, own = staged.memory, self._fabric
+        if not fabric or own is None or not isinstance(memory, HostMemory) or memory.descriptor is not None:
+            return b"", 0
+        try:
+            if fabric != own.fabric:
+                raise FabricError(f"a sender is in {fabric[:64]!r}")
+            return memory.open_to_fabric(own, staged.max_blocks)
+        except FabricError as error:
+            memory.leave_fabric(complete=False)
+            own.say(str(error))
+            return b"", 0
 
     def _send_grant(self, channel: MessageChannel, grant: HandoverGrant, staged: StagedPrefix) -> None:
         channel.send(grant)
@@ -196,3 +221,8 @@ class HandoverReceiver:
             raise StagingRefused(HandoverFault.REGION, f"it may go to {where} alone, and here is {own.region!r}")
         if len(offer.id) != ID_BYTES or offer.blocks < 1:
             raise StagingRefused(HandoverFault.INVALID, "an offer of no blocks, or under no id")
+
+
+def _leave_fabric(staged: StagedPrefix, complete: bool) -> None:
+    if isinstance(staged.memory, HostMemory):
+        staged.memory.leave_fabric(complete)

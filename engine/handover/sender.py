@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.handover.channel import HandoverLost, MessageChannel
+from engine.handover.fabric import FabricAgents
+from engine.handover.fabric_transport import FabricTransport
 from engine.handover.messages import (
     HANDOVER_VERSION,
     BlockRun,
@@ -73,9 +75,11 @@ class OutgoingHandover:
     def __init__(
         self, plan: HandoverPlan, format: BlockFormat, connect: Callable[[str], socket.socket],
         on_change: Callable[[], None], lease_s: float = LEASE_S, windows: BlockWindows | None = None,
+        fabric: FabricAgents | None = None,
     ) -> None:  # fmt: skip
         """`connect` may raise OSError; `on_change` is called by the thread when there is more to do or it has ended.
-        With `windows` blocks go into memory of the receiver's device, where this one reaches it."""
+        With `windows` blocks go into memory of the receiver's device, where this one reaches it; with a `fabric` they
+        are written to memory of another host that declares the same one."""
         self.state = HandoverState.ASKING
         self.problem = ""
         self.pushed = 0
@@ -87,6 +91,8 @@ class OutgoingHandover:
         self._on_change = on_change
         self._lease_s = lease_s
         self._windows = windows
+        self._shares = plan.address.startswith("unix:")
+        self._fabric = None if self._shares else fabric
         self._transport: Transport | None = None
         self._queue: queue.SimpleQueue[tuple[BlockRun, Piece] | HandoverSeal | None] = queue.SimpleQueue()
         self._channel: MessageChannel | None = None
@@ -104,6 +110,19 @@ class OutgoingHandover:
     def in_window(self) -> bool:
         """Whether the device copies blocks to the receiver by itself: the loop begins that, and does none of it."""
         return self._transport is not None and self._transport.in_window
+
+    @property
+    def over_fabric(self) -> int:
+        """How many blocks an agent wrote."""
+        return 0 if self._transport is None else self._transport.over_fabric
+
+    @property
+    def off_fabric(self) -> bool:
+        """Whether blocks of it go over the socket though this host declares a fabric."""
+        transport = self._transport
+        if self._fabric is None or transport is None:
+            return False
+        return transport.left if isinstance(transport, FabricTransport) else True
 
     @property
     def ended(self) -> bool:
@@ -174,13 +193,13 @@ class OutgoingHandover:
 
     def _open(self, channel: MessageChannel) -> Transport:
         """Raises HandoverLost, and HandoverError where it is refused."""
-        plan, own = self.plan, self._format
-        shares = plan.address.startswith("unix:")
+        plan, own, fabric = self.plan, self._format, self._fabric
         channel.send(
             HandoverOffer(
                 HANDOVER_VERSION, handover_id(plan.key), plan.boot, own.model, own.revision, own.layout,
-                own.block_bytes, plan.blocks, shares, list(plan.regions),
-                self._windows.kind if self._windows is not None and shares else "",
+                own.block_bytes, plan.blocks, self._shares, list(plan.regions),
+                self._windows.kind if self._windows is not None and self._shares else "",
+                fabric.fabric if fabric is not None and not fabric.problem else "",
             )
         )  # fmt: skip
         grant = self._granted(channel)
@@ -191,6 +210,10 @@ class OutgoingHandover:
             grant = self._granted(channel)
         if grant.shared:
             return SharedMemoryTransport(channel, own.block_bytes, plan.blocks, channel.receive_descriptor())
+        if fabric is not None and grant.agent:
+            return FabricTransport(channel, own.block_bytes, grant, fabric, self._lease_s)
+        if fabric is not None:
+            fabric.say(fabric.problem or f"{plan.address} granted none: its log says why")
         return SocketTransport(channel, own.block_bytes)
 
     def _granted(self, channel: MessageChannel) -> HandoverGrant:

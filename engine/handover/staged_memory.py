@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 import xxhash
 
+from engine.handover.fabric import FabricAgent, FabricAgents
 from engine.handover.messages import run_blocks, window_run_blocks
 from engine.step.exchange import BlockExchange, BlockWindow
 
@@ -44,7 +45,8 @@ class StagedMemory(Protocol):
 
 
 class HostMemory:
-    """A mapping, with room for all blocks, that is zero."""
+    """A mapping, with room for all blocks, that is zero. Blocks come over the socket, unless another process shares it
+    or writes to it over a fabric."""
 
     in_window = False
 
@@ -53,6 +55,7 @@ class HostMemory:
         self.descriptor = descriptor
         self._block_bytes = block_bytes
         self._touched = 0
+        self._fabric: tuple[FabricAgents, FabricAgent] | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -61,6 +64,23 @@ class HostMemory:
     @property
     def run_blocks(self) -> int:
         return run_blocks(self._block_bytes)
+
+    def open_to_fabric(self, agents: FabricAgents, blocks: int) -> tuple[bytes, int]:
+        """Lets another host's agent write so many blocks. Returns what that one wants of it, its metadata and the
+        memory's address. Raises FabricError."""
+        agent = agents.take()
+        self._fabric = agents, agent
+        self._touched = blocks  # nobody here sees what comes
+        return agent.open(self.mapping, blocks * self._block_bytes)
+
+    def leave_fabric(self, complete: bool) -> None:
+        """Lets nobody write any more; `complete`: the sender says that it has written all. Idempotent."""
+        if self._fabric is not None:
+            (agents, agent), self._fabric = self._fabric, None
+            if complete:
+                agents.give_back(agent)
+            else:
+                agent.close()
 
     def view(self, first: int, count: int) -> memoryview:
         """The memory of blocks first … first+count−1, to be let go before `erase`."""
@@ -73,7 +93,7 @@ class HostMemory:
         with self.view(first, len(checksums)) as view:
             for at, checksum in enumerate(checksums):
                 with view[at * self._block_bytes : (at + 1) * self._block_bytes] as block:
-                    if self.descriptor is None:
+                    if self.descriptor is None and self._fabric is None:
                         receive(block)
                     if whole == at and xxhash.xxh3_64_intdigest(block) == checksum:
                         whole += 1
@@ -85,7 +105,8 @@ class HostMemory:
             exchange.scatter(blocks, view)
 
     def erase(self) -> None:
-        """Zeroes whatever was written."""
+        """Zeroes whatever was written, once nobody writes."""
+        self.leave_fabric(complete=False)
         with memoryview(self.mapping)[: self._touched * self._block_bytes] as written:
             for at in range(0, len(written), len(_ZEROS)):
                 with written[at : at + len(_ZEROS)] as piece:

@@ -1,6 +1,6 @@
 """How blocks get from a sender to its receiver once that has granted memory: over the socket, into host memory that
-both share, or into memory of the receiver's device. One contract for all: the replica's loop fills a piece, the
-handover's thread sends it.
+both share, or into memory of the receiver's device; fabric_transport.py has the way over a fabric. One contract for all:
+the replica's loop fills a piece, the handover's thread sends it.
 """
 
 import mmap
@@ -39,12 +39,14 @@ class Transport(Protocol):
     in_window  they are copied by the device.
     max_run    blocks of a piece.
     whole      of them are with the receiver, as it has said.
+    over_fabric  of them were written by an agent.
     took_us    to come there and to be compared, of the runs that it has answered.
     """
 
     in_window: bool
     max_run: int
     whole: int
+    over_fabric: int
     took_us: int
 
     def piece(self, first: int, count: int) -> Piece | None:
@@ -55,7 +57,8 @@ class Transport(Protocol):
         HandoverError."""
 
     def seal(self) -> None:
-        """Notes, before the receiver is told, that all is sent: from then on it may read what came."""
+        """Ends what is under way before the receiver is told that all is sent: from then on it may read what came.
+        Raises HandoverLost and HandoverError."""
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -107,7 +110,7 @@ class WindowPiece:
         return checksums
 
 
-class _Unanswered:
+class UnansweredRuns:
     """How many runs the receiver has not answered yet."""
 
     def __init__(self, channel: MessageChannel) -> None:
@@ -127,11 +130,11 @@ class _Unanswered:
 class SocketTransport:
     """Blocks behind their run, in pieces that are used again, the last one first: it is in the cache."""
 
-    in_window = False
+    in_window, over_fabric = False, 0
 
     def __init__(self, channel: MessageChannel, block_bytes: int) -> None:
         self.whole = self.took_us = 0
-        self._runs = _Unanswered(channel)
+        self._runs = UnansweredRuns(channel)
         self._block_bytes = block_bytes
         self.max_run = run_blocks(block_bytes)
         size = self.max_run * block_bytes
@@ -164,12 +167,12 @@ class SocketTransport:
 class SharedMemoryTransport:
     """Blocks where the receiver reads them: nothing is copied but from the pool and into it."""
 
-    in_window = False
+    in_window, over_fabric = False, 0
 
     def __init__(self, channel: MessageChannel, block_bytes: int, blocks: int, descriptor: int) -> None:
         """It closes the descriptor. Raises OSError and ValueError where the file is not as large as was granted."""
         self.whole = self.took_us = 0
-        self._runs = _Unanswered(channel)
+        self._runs = UnansweredRuns(channel)
         self._block_bytes = block_bytes
         self.max_run = run_blocks(block_bytes)
         try:
@@ -205,13 +208,13 @@ class SharedMemoryTransport:
 class WindowTransport:
     """Blocks where the receiver's device reads them: this one copies them there, over what links the two."""
 
-    in_window = True
+    in_window, over_fabric = True, 0
 
     def __init__(self, channel: MessageChannel, block_bytes: int, window: BlockWindow) -> None:
         """It closes the window."""
         self.whole = self.took_us = 0
         self.max_run = window_run_blocks(block_bytes)
-        self._runs = _Unanswered(channel)
+        self._runs = UnansweredRuns(channel)
         self._window = window
         self._waiting = 0
         self._sealed = False
