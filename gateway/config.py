@@ -135,6 +135,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     raise ValueError(problem) from None
 
 
+_FABRIC = "^([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?)?$"
+
+
 class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[machine]: this host's engine, and the machines that the gateway talks to."""
 
@@ -155,6 +158,7 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_folder: Annotated[
         str | None, _doc("folder on a fast disk for models' disk_kv_bytes; default below state_folder")
     ] = None
+    fabric: Annotated[str, _doc("like rack-1; hosts of one write KV by NIXL, unencrypted", pattern=_FABRIC)] = ""
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -58,6 +58,7 @@ def machine_spec(path: str | None, state: str | None, device: str | None) -> Mac
         porter=None if identity is None else _porter_command(config),
         keeper=None if identity is None or config.cluster.own_pki else keeper_command(config),
         region=region,
+        fabric=config.machine.fabric,
     )
 
 

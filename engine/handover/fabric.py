@@ -7,6 +7,7 @@ the log says why once. It knows no messages, no leases and no blocks.
 
 import ctypes
 import mmap
+import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -179,6 +180,7 @@ class FabricAgents:
 
 def _bindings() -> ModuleType:
     """NIXL's bindings: its agent in Python has the thread spin, which takes a core. Raises FabricError."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # else it writes to stdout
     try:
         import nixl
     except ImportError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.handover.channel import MessageChannel
-from engine.handover.fabric import FabricAgents, FabricError
+from engine.handover.fabric import FabricAgent, FabricAgents, FabricError
 from engine.handover.messages import BlockRun, BlocksTaken, FabricLeft, HandoverGrant, run_blocks
 from engine.handover.transport import PIECES, HostPiece, Piece, UnansweredRuns
 
@@ -29,7 +29,10 @@ class _Write:
 
 class FabricTransport:
     """Blocks from pieces that the agent reads to where the receiver reads them; a run is sent once its blocks are
-    there."""
+    there.
+
+    left  blocks go over the socket.
+    """
 
     in_window = False
 
@@ -52,18 +55,13 @@ class FabricTransport:
         self._lock = threading.Lock()
         self._writes: deque[_Write] = deque()
         self._busy_until_s = 0.0
-        self._sealed = False
-        self._agent = None
+        self._sealed = self.left = False
+        self._agent: FabricAgent | None = None
         try:
             self._agent = agents.take()
             self._agent.reach(grant.agent, self._memory)
         except FabricError as error:
             self._leave(error)
-
-    @property
-    def left(self) -> bool:
-        """Whether blocks go over the socket."""
-        return self._agent is None
 
     def piece(self, first: int, count: int) -> HostPiece | None:
         with self._lock:
@@ -132,7 +130,7 @@ class FabricTransport:
     def _leave(self, problem: FabricError) -> None:
         """Ends the agent, and sends what it had begun to write over the socket. Raises HandoverLost and
         HandoverError."""
-        agent, self._agent = self._agent, None
+        agent, self._agent, self.left = self._agent, None, True
         if agent is not None:
             agent.close()
         self._agents.say(str(problem))

@@ -1,6 +1,6 @@
 """How blocks get from a sender to its receiver once that has granted memory: over the socket, into host memory that
-both share, or into memory of the receiver's device; fabric_transport.py has the way over a fabric. One contract for all:
-the replica's loop fills a piece, the handover's thread sends it.
+both share, or into memory of the receiver's device; fabric_transport.py has the way over a fabric. One contract for
+all: the replica's loop fills a piece, the handover's thread sends it.
 """
 
 import mmap

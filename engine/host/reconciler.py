@@ -186,6 +186,7 @@ class PlacementReconciler:
             threads=self._spec.threads or max(1, self._cores // len(self.replicas)),
             telemetry=self._spec.telemetry,
             region=self._spec.region,
+            fabric=self._spec.fabric,
         )
         replica.devices = placement.devices
         peers = self._devices if spec.model.handover_bytes else []

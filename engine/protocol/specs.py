@@ -110,6 +110,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     porter: list[str] | None = None  # a program that lets gateways on other hosts in; None: they are all on this one
     keeper: list[str] | None = None  # a program that fetches the models of this host's cluster; None: it is in none
     region: str = ""  # where this host is, by its certificate; empty: nowhere that has a name
+    fabric: str = ""  # the network over which its agents of NIXL reach those of other hosts; empty: none
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,3 +126,4 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     threads: int | None = None
     telemetry: TelemetrySpec | None = None
     region: str = ""  # of the machine
+    fabric: str = ""  # of the machine

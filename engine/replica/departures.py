@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final
 
 from engine.handover.dial import dial
+from engine.handover.fabric import FabricAgents
 from engine.handover.messages import WINDOW_RUN_BYTES_MAX
 from engine.handover.receiver import BlockFormat
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
@@ -60,7 +61,9 @@ class Departures:
 
     address    where this replica takes in handovers; empty: nothing moves here.
     on_news    is called by a handover's thread.
-    counters   of sequences moved and failed, moved_blocks, sent_blocks, and window_blocks, which a device copied.
+    counters   of sequences moved and failed, moved_blocks, sent_blocks, of these window_blocks, which a device copied,
+               and fabric_blocks, which an agent wrote; and off_fabric, of sequences that went to another host over the
+               socket, in part or in whole, though this one declares a fabric.
     links      bytes a second that blocks came at, by the address of whoever took them; of the latest LINKS_MAX.
     """
 
@@ -71,6 +74,7 @@ class Departures:
     address: str
     on_news: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
+    fabric: FabricAgents | None = None
     counters: Counter[str] = field(default_factory=Counter)
     links: dict[str, float] = field(default_factory=dict)
 
@@ -226,7 +230,9 @@ class Departures:
         plan = HandoverPlan(order.address, order.boot, order.key, max(1, whole), sequence.regions)
         folder = self.address.removeprefix("unix:").rpartition("/")[0]
         windows = None if self.exchange is None else self.exchange.windows
-        return OutgoingHandover(plan, self.format, partial(dial, folder=folder), self.on_news, windows=windows)
+        return OutgoingHandover(
+            plan, self.format, partial(dial, folder=folder), self.on_news, windows=windows, fabric=self.fabric
+        )
 
     def _push(self, departure: _Departure, outgoing: OutgoingHandover, budget: float) -> float:
         """Begins to copy blocks that are full, and seals once these were all and the prompt's end is among them.
@@ -260,6 +266,8 @@ class Departures:
         departure.sequence.stop_at = departure.sequence.chunk_limit = None
         if departure.outgoing is not None:
             departure.outgoing.abort()
+            self.counters["fabric_blocks"] += departure.outgoing.over_fabric
+            self.counters["off_fabric"] += departure.outgoing.off_fabric
         if problem is not None:
             self._fail(*key, problem)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from engine.handover.fabric import FabricAgents
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.staging import StagedPrefix, StagingArea
 from engine.log import log
@@ -36,6 +37,7 @@ class Handovers:
     """The handovers of one replica, in and out. `bell` is readable whenever a thread has news.
 
     address      where others push to; empty: nothing moves here.
+    fabric       the agents of this host's fabric; None: it declares none.
     departures   the sequences that move away.
     """
 
@@ -45,11 +47,13 @@ class Handovers:
     intake: Intake
     unshared: Namespace  # of sequences that share with nobody: their keys are theirs alone
     address: str
+    fabric: FabricAgents | None = None
 
     def __post_init__(self) -> None:
         self.departures = Departures(
-            self.model.exchange, self.format, self.intake, self.unshared, self.address, on_news=self._ring
-        )
+            self.model.exchange, self.format, self.intake, self.unshared, self.address, on_news=self._ring,
+            fabric=self.fabric,
+        )  # fmt: skip
         self._epochs: dict[bytes, int] = {}
         self._claimed: list[tuple[Sequence, StagedPrefix]] = []
         self._resources = ExitStack()
@@ -57,8 +61,12 @@ class Handovers:
         for end in (self.bell, self._clapper):
             end.setblocking(False)
             self._resources.callback(end.close)
+        if self.fabric is not None:
+            self._resources.callback(self.fabric.close)
         if self.address:
-            receiver = HandoverReceiver(listen(self.address), self.area, self.format, on_sealed=self._ring)
+            receiver = HandoverReceiver(
+                listen(self.address), self.area, self.format, on_sealed=self._ring, fabric=self.fabric
+            )
             self._resources.callback(remove_socket, self.address)
             self._resources.callback(receiver.close)
 
@@ -151,4 +159,5 @@ def open_handovers(
         intake=intake,
         unshared=validator.namespace(Scope()),
         address=handover_address(spec.address) if works else "",
+        fabric=FabricAgents(spec.fabric) if works and spec.fabric else None,
     )

@@ -22,6 +22,7 @@ COUNTER_NAMES: Final = (
     *("disk_evicted_blocks", "disk_refused_blocks", "disk_swept_blocks"),
     *("disk_corrupt_blocks", "disk_late_fetches", "disk_slower_blocks", "disk_ended"),
     *("handover_moved", "handover_failed", "handover_sent_blocks", "handover_claimed_blocks"),
+    *("handover_window_blocks", "handover_fabric_blocks", "handover_off_fabric"),
     *("handover_corrupt_blocks", "handover_lapsed"),
 )
 RECENT_S: Final = 5.0

@@ -1,5 +1,6 @@
 """This host as such: Python, torch, GPUs, what compiles kernels, the disk, and open files."""
 
+import importlib
 import importlib.metadata
 import os
 import resource
@@ -131,6 +132,23 @@ def disk(config: Config) -> Finding:
     if free < _MIN_DISK_BYTES:
         return wrong("disk", text, "make room: accounts and usage are kept there")
     return good("disk", text)
+
+
+def fabric(config: Config, entries: Sequence[ModelEntryConfig]) -> Iterator[Finding]:
+    """Whether NIXL is there, and whether any model's KV goes over the fabric; nothing where none is declared."""
+    if not (name := config.machine.fabric):
+        return
+    elsewhere = "KV goes to other hosts over TLS until then"
+    try:
+        importlib.import_module("nixl")
+        text = f"{name}, by NIXL {importlib.metadata.version('nixl')}"
+    except ImportError as error:
+        yield note("fabric", f"{name}, but NIXL is not here: {error}", f"pip install 'hearth-server[nixl]'; {elsewhere}")
+        return
+    if any(entry.handover_bytes for entry in entries):
+        yield good("fabric", text)
+    else:
+        yield note("fabric", f"{text}, and no model hands KV over", "set handover_bytes of [[models]]")
 
 
 def descriptors(server: ServerConfig) -> Iterator[Finding]:
