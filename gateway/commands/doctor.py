@@ -72,6 +72,7 @@ def examine(source: SettingsSource) -> Iterator[Finding]:
     if usable:
         yield host.kernels(config)
     yield from host.ranks(config, entries, usable)
+    yield from host.fabric(config, entries)
     budgets = device_budgets(config.machine.device_bytes, usable)
     yield from models.models(config, entries, budgets)
     yield from models.memory(config, entries, budgets)

@@ -1,10 +1,12 @@
 """A receiver of handovers in a process of its own, whose agent of NIXL is a real one, and what may go wrong with it.
 
-python tests/support/fabric_receiver.py FABRIC
+python tests/support/fabric_receiver.py FABRIC ADDRESS LEASE_S
 """
 
+import ctypes
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -36,12 +38,12 @@ def require_nixl() -> None:
 class FabricReceiver:
     """The process, as a test sees it."""
 
-    def __init__(self, fabric: str, folder: Path) -> None:
+    def __init__(self, fabric: str, folder: Path, lease_s: float = LEASE_S) -> None:
         self.address = f"tcp:127.0.0.1:{_free_port()}"
         self.log = folder / f"receiver-{self.address.rpartition(':')[2]}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, fabric, self.address],
+                [sys.executable, __file__, fabric, self.address, str(lease_s)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
             )  # fmt: skip
         assert self.ask("ready") is True
@@ -62,8 +64,6 @@ class FabricReceiver:
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
@@ -72,10 +72,10 @@ def _free_port() -> int:
 class _Inside:
     """What a test may ask of the process."""
 
-    def __init__(self, fabric: str, address: str) -> None:
+    def __init__(self, fabric: str, address: str, lease_s: str) -> None:
         self.agents = FabricAgents(fabric)
         self.area = StagingArea(1 << 30, time.monotonic, shares_memory=False)
-        self.receiver = HandoverReceiver(listen(address), self.area, FORMAT, LEASE_S, fabric=self.agents)
+        self.receiver = HandoverReceiver(listen(address), self.area, FORMAT, float(lease_s), fabric=self.agents)
 
     def ready(self) -> bool:
         return not self.agents.problem
@@ -108,6 +108,7 @@ class _Inside:
         """Lets go of what is whole; all memory is zero then."""
         for staged in list(self.area._held.values()):
             staged.release()
+        self.area.max_bytes = 1 << 30
         self.area.check()
         return not self.area.held
 
@@ -115,8 +116,6 @@ class _Inside:
         """Agents from now on grant memory that they did not register."""
 
         def register(agent: FabricAgent, memory: Any, size: int) -> int:
-            import ctypes
-
             return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
         FabricAgent._register = register  # type: ignore[method-assign]
@@ -129,6 +128,11 @@ class _Inside:
                 staged.memory._fabric[1].close()
                 return True
         return False
+
+    def refuse(self) -> bool:
+        """Takes no more."""
+        self.area.max_bytes = 0
+        return True
 
     def drop(self) -> bool:
         """Drops what still comes."""

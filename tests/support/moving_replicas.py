@@ -128,7 +128,7 @@ class MovingReplica:
 
     def __init__(
         self, command: Sequence[str], folder: Path, model: ModelSpec, *more: str, boot: int = 7, device: str = "cpu",
-        environment: Mapping[str, str] | None = None, start_s: float = LIMIT_S,
+        environment: Mapping[str, str] | None = None, start_s: float = LIMIT_S, fabric: str = "",
     ) -> None:  # fmt: skip
         """It is to take connections within start_s; `environment` is beside the one of this process."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class MovingReplica:
         self.address = f"unix:{folder / 'r.sock'}"
         self.spec = ReplicaSpec(
             model=model, address=self.address, pulse=str(folder / "pulse"), boot=boot, device=device,
-            threads=1 if device == "cpu" else None,
+            threads=1 if device == "cpu" else None, fabric=fabric,
         )  # fmt: skip
         arguments = [*command, msgspec.json.encode(self.spec).decode(), *more]
         self.log = folder / "log"

@@ -143,7 +143,9 @@ def fabric(config: Config, entries: Sequence[ModelEntryConfig]) -> Iterator[Find
         importlib.import_module("nixl")
         text = f"{name}, by NIXL {importlib.metadata.version('nixl')}"
     except ImportError as error:
-        yield note("fabric", f"{name}, but NIXL is not here: {error}", f"pip install 'hearth-server[nixl]'; {elsewhere}")
+        yield note(
+            "fabric", f"{name}, but NIXL is not here: {error}", f"pip install 'hearth-server[nixl]'; {elsewhere}"
+        )
         return
     if any(entry.handover_bytes for entry in entries):
         yield good("fabric", text)

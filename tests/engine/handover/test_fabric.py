@@ -1,13 +1,16 @@
 """Blocks that real agents of NIXL write from one process into another one's memory, as between hosts of one fabric; and
 what is left of it where an agent, a side or a block fails: whole blocks over the socket, and nothing that is held."""
 
+import mmap
 import os
 import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -15,6 +18,8 @@ from engine.handover.dial import dial
 from engine.handover.fabric import FabricAgent, FabricAgents, FabricError
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.transport import HostPiece
+from engine.protocol.specs import ModelSpec
+from engine.protocol.types import SamplingParams, Scope
 from tests.support.fabric_receiver import (
     BLOCK_BYTES,
     FORMAT,
@@ -23,6 +28,7 @@ from tests.support.fabric_receiver import (
     FabricReceiver,
     require_nixl,
 )
+from tests.support.moving_replicas import Journey, MovingReplica, link_to, nothing_held, order_of
 from tests.support.waiting import wait_for
 
 require_nixl()
@@ -52,8 +58,8 @@ def agents(loopback: None) -> Iterator[FabricAgents]:
 def start(tmp_path: Path) -> Iterator[Callable[..., FabricReceiver]]:
     started: list[FabricReceiver] = []
 
-    def start_one(fabric: str = FABRIC) -> FabricReceiver:
-        started.append(FabricReceiver(fabric, tmp_path))
+    def start_one(fabric: str = FABRIC, lease_s: float = LEASE_S) -> FabricReceiver:
+        started.append(FabricReceiver(fabric, tmp_path, lease_s))
         return started[-1]
 
     yield start_one
@@ -156,8 +162,6 @@ def test_memory_that_no_agent_registered_is_not_written_to(
 
 @pytest.mark.parametrize("metadata", [b"x", b"nixlSerDes|", secrets.token_bytes(300)])
 def test_metadata_that_is_none_is_refused_by_name(agents: FabricAgents, metadata: bytes) -> None:
-    import mmap
-
     agent = agents.take()
     with pytest.raises(FabricError, match="NIXL"):
         agent.reach(metadata, mmap.mmap(-1, 4096))
@@ -257,21 +261,86 @@ def test_a_receiver_that_freezes_ends_the_handover(
     Push(receiver.address, agents).push().arrived(receiver, BLOCKS, False)
 
 
+def sender_of(receiver: FabricReceiver) -> "subprocess.Popen[bytes]":
+    """A process that pushes many blocks to a receiver, some of which are there."""
+    command = [sys.executable, "-c", f"import {__name__} as test; test.push_many({receiver.address!r})"]
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sender = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+    wait_for(lambda: receiver.ask("written") > 8)
+    return sender
+
+
+def push_many(address: str) -> None:
+    """What that process does, and goes on with while it lives."""
+    agents = FabricAgents(FABRIC)
+    while True:
+        Push(address, agents, 2048).push().sender.wait_ended(60.0)
+
+
 def test_a_sender_that_is_killed_leaves_nothing_behind(
     start: Callable[..., FabricReceiver], agents: FabricAgents
 ) -> None:
     receiver = start()
-    command = [sys.executable, "-c", f"import {__name__} as test; test.push_for_ever({receiver.address!r})"]
-    paths = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}) as sender:
-        wait_for(lambda: receiver.ask("written") > 8)
+    with sender_of(receiver) as sender:
         sender.kill()
     wait_for(lambda: not receiver.ask("held"))
     assert receiver.ask("let_go")
     Push(receiver.address, agents).push().arrived(receiver, BLOCKS, False)
 
 
-def push_for_ever(address: str) -> None:
-    """What that sender does."""
-    push = Push(address, FabricAgents(FABRIC), 1024).push()
-    push.sender.wait_ended(60.0)
+def test_what_a_frozen_sender_had_begun_never_comes_once_its_lease_is_over(
+    start: Callable[..., FabricReceiver], agents: FabricAgents
+) -> None:
+    receiver = start(lease_s=1.0)
+    with sender_of(receiver) as sender:
+        sender.send_signal(signal.SIGSTOP)
+        wait_for(lambda: not receiver.ask("held"))
+        push = Push(receiver.address, agents, 1024).push()  # into the memory that it had
+        push.seal()
+        receiver.ask("refuse")
+        sender.send_signal(signal.SIGCONT)
+        wait_for(lambda: "handover_refused" in receiver.log.read_text(), what="it goes on, and asks anew")
+        sender.kill()
+    push.arrived(receiver, 1024, False)
+
+
+@pytest.fixture(scope="module")
+def replicas(loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MovingReplica, ...]]:
+    """Two of the built-in model whose hosts have this fabric, and one without."""
+    spec = ModelSpec(
+        name="ember", folder=str(files("engine") / "builtin_model"), dtype="float32", context_tokens=1024,
+        kv_bytes=64 << 20, handover_bytes=64 << 20,
+    )  # fmt: skip
+    command = [sys.executable, "-m", "engine.replica.server"]
+    each = (FABRIC, FABRIC, "")
+    started = tuple(MovingReplica(command, tmp_path_factory.mktemp("ember"), spec, fabric=fabric) for fabric in each)
+    yield started
+    for replica in started:
+        replica.stop()
+
+
+def test_a_text_that_moves_over_a_fabric_is_the_text_that_does_not(replicas: tuple[MovingReplica, ...]) -> None:
+    one, other, apart = replicas
+    prompt = [Random(3).randrange(5, 4000) for _ in range(210)]
+    order = order_of(prompt, 96, Scope(), SamplingParams(temperature=1.0, top_p=0.95, seed=11, ignore_eos=True))
+    plain = Journey(order, other)
+    plain.begin()
+    expected = plain.finish()
+    journey = Journey(order, one)
+    journey.begin()
+    for source, target, written in ((one, other, True), (other, one, True), (one, apart, False)):
+        with link_to(target) as link:
+            counters = source.peer.counted
+            before = counters("handover_fabric_blocks"), counters("handover_off_fabric")
+            journey.ask(target, link.address)
+            journey.settle()
+            assert journey.moved(), journey.at.peer.failed
+            journey.follow(target)
+            changed = lambda: (counters("handover_fabric_blocks"), counters("handover_off_fabric")) != before
+            source.peer.until(changed)
+            blocks, off = counters("handover_fabric_blocks") - before[0], counters("handover_off_fabric") - before[1]
+            assert (blocks >= len(prompt) // 16, off) == (written, not written)
+            peer = target.peer
+            peer.until(lambda peer=peer: len(peer.tokens.get(journey.id, [])) > 4 or peer.ended(journey.id))
+    assert journey.finish() == expected
+    nothing_held(*replicas)

@@ -25,6 +25,7 @@ class Outgoing:
     def __init__(self, in_window: bool) -> None:
         self.state, self.in_window, self.problem = HandoverState.ASKING, in_window, ""
         self.pushed, self.whole, self.bytes_s, self.plan = 0, 0, 0.0, SimpleNamespace(blocks=0, address="unix:x")
+        self.over_fabric, self.off_fabric = 0, False
 
     max_run = 1
 

@@ -1,10 +1,13 @@
+import importlib.metadata
 import json
 import os
 import shutil
 import socket
+import sys
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -150,6 +153,31 @@ def test_memory_that_others_use_is_noted(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setattr(gpus, "installed_gpus", list)
     (finding,) = examine(capsys, 0)["memory"]
     assert (finding["verdict"], "10.0 MiB are free now" in finding["found"]) == ("note", True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "handover_bytes", "verdict", "said"),
+    [
+        (False, 1 << 20, "note", "rack-1, but NIXL is not here"),
+        (True, 0, "note", "rack-1, by NIXL 1.5.1, and no model hands KV over"),
+        (True, 1 << 20, "ok", "rack-1, by NIXL 1.5.1"),
+    ],
+)
+def test_nixl_is_looked_for_where_a_fabric_is_declared(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    installed: bool, handover_bytes: int, verdict: str, said: str,
+) -> None:  # fmt: skip
+    assert "fabric" not in examine(capsys, 0)
+    with (here / "hearth.toml").open("a") as file:
+        file.write(
+            f'[machine]\nfabric = "rack-1"\n[[models]]\nname = "{BUILT_IN}"\nhandover_bytes = {handover_bytes}\n'
+        )
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl") if installed else None)
+    found = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.5.1" if name == "nixl" else found(name))
+    (finding,) = examine(capsys, 0)["fabric"]
+    assert (finding["verdict"], said in finding["found"]) == (verdict, True), finding
+    assert installed or "hearth-server[nixl]" in finding["advice"]
 
 
 def test_a_full_disk_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
