@@ -4,6 +4,7 @@ GPUs how fast a prompt's KV goes, and what prompts and answers apart are worth.
 
     python benchmarks/engine/handovers.py --part moves [--moves 10000] [--seed 21] [--stamps]
     python benchmarks/engine/handovers.py --part tcp
+    python benchmarks/engine/handovers.py --part nixl                   # UCX_TLS and UCX_NET_DEVICES say over what
     python benchmarks/engine/handovers.py --part probe                  # can a process map a GPU that it does not see?
     python benchmarks/engine/handovers.py --part gpu [--device cpu]
     python benchmarks/engine/handovers.py --part pd [--device cpu]
@@ -34,6 +35,7 @@ from benchmarks.engine.moving.one_prompt import one_prompt
 from benchmarks.engine.moving.probe import probe
 from benchmarks.record import record
 from engine.handover.dial import dial
+from engine.handover.fabric import FabricAgents
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.staging import StagingArea
@@ -158,10 +160,11 @@ def drain(listener: socket.socket, total: int) -> None:
             peer.send(b"e")
 
 
-def take_in(listener: socket.socket, total: int) -> None:
+def take_in(listener: socket.socket, total: int, fabric: str = "") -> None:
     """Receives handovers, and lets each go a moment after it is whole."""
     area, sealed = StagingArea(2 * total, time.monotonic, shares_memory=False), threading.Event()
-    _receiver = HandoverReceiver(listener, area, FORMAT, on_sealed=sealed.set)
+    agents = FabricAgents(fabric) if fabric else None
+    _receiver = HandoverReceiver(listener, area, FORMAT, on_sealed=sealed.set, fabric=agents)
     while sealed.wait():
         time.sleep(0.1)
         sealed.clear()
@@ -181,14 +184,14 @@ def socket_bytes_s(address: tuple[str, int], total: int) -> float:
         return total / (time.monotonic() - began_s)
 
 
-def handover_bytes_s(address: tuple[str, int], total: int) -> float:
-    """What a handover carries over the same kind of socket, from memory of the sender's to memory of the receiver's
-    that earlier ones had, checksums on both sides and the seal included."""
+def handover_bytes_s(address: tuple[str, int], total: int, agents: FabricAgents | None = None) -> float:
+    """What a handover carries over the same kind of socket, or over these agents' fabric, from memory of the sender's
+    to memory of the receiver's that earlier ones had, checksums on both sides and the seal included."""
     wake = threading.Event()
     plan = HandoverPlan(f"tcp:{address[0]}:{address[1]}", "1", secrets.token_bytes(32), total // BLOCK_BYTES)
     source = memoryview(secrets.token_bytes(1 << 20))
     began_s = time.monotonic()
-    sender = OutgoingHandover(plan, FORMAT, dial, wake.set)
+    sender = OutgoingHandover(plan, FORMAT, dial, wake.set, fabric=agents)
     while sender.pushed < plan.blocks and not sender.ended:
         piece = sender.piece(sender.max_run)
         if piece is None:
@@ -204,36 +207,38 @@ def handover_bytes_s(address: tuple[str, int], total: int) -> float:
         wake.clear()
     took_s = time.monotonic() - began_s
     assert (sender.state, sender.whole) == (HandoverState.SEALED, plan.blocks), sender.problem
+    assert sender.over_fabric == (0 if agents is None else plan.blocks)
     time.sleep(0.3)  # until it is let go
     return total / took_s
 
 
-def tcp(rounds: int = 9) -> None:
+def beside_socket(way: str, fabric: str = "", rounds: int = 9) -> None:
+    """Handovers and what the socket carries, one after the other, each to a process of its own."""
     total = BLOCK_BYTES * BLOCKS
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    works = partial(take_in, listeners[0], total), partial(drain, listeners[1], total)
+    works = partial(take_in, listeners[0], total, fabric), partial(drain, listeners[1], total)
     children = [in_child(work) for work in works]
     try:
         there, bare_there = (listener.getsockname() for listener in listeners)
-        handover_bytes_s(there, total)
+        agents = FabricAgents(fabric) if fabric else None
+        handover_bytes_s(there, total, agents)
         socket_bytes_s(bare_there, total)
-        pairs = [(handover_bytes_s(there, total), socket_bytes_s(bare_there, total)) for _ in range(rounds)]
+        pairs = [(handover_bytes_s(there, total, agents), socket_bytes_s(bare_there, total)) for _ in range(rounds)]
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
     own, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(one / other for one, other in pairs)
-    shape = (
-        f"loopback TCP to another process, {total >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, median of {rounds}"
-    )
-    record("handovers", f"kv-handover-tcp, {shape}", ratio, "of the socket's own", bound=1.0)
+    over = f"UCX over {os.environ.get('UCX_TLS', 'all')}" if fabric else "loopback TCP"
+    shape = f"{over} to another process, {total >> 20} MiB in blocks of {BLOCK_BYTES >> 10} KiB, median of {rounds}"
+    record("handovers", f"kv-handover-{way}, {shape}", ratio, "of the socket's own", bound=1.0)
     record("handovers", f"handover, {shape}", own / 1e9, "GB/s", peer=f"the socket {bare / 1e9:.2f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=["moves", "tcp", "probe", "gpu", "pd"], required=True)
+    parser.add_argument("--part", choices=["moves", "tcp", "nixl", "probe", "gpu", "pd"], required=True)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the built-in model, small")
     parser.add_argument("--kept", type=Path, help="a folder for compiled kernels, which the next part finds")
     parser.add_argument("--moves", type=int, default=10_000)
@@ -243,7 +248,9 @@ def main() -> None:
     if arguments.part == "moves":
         moves(arguments.moves, arguments.seed, arguments.stamps)
     elif arguments.part == "tcp":
-        tcp()
+        beside_socket("tcp")
+    elif arguments.part == "nixl":
+        beside_socket("nixl", "benchmark")
     elif arguments.part == "probe":
         probe(arguments.device)
     elif arguments.part == "gpu":

@@ -36,6 +36,13 @@ def test_it_prints_the_spec_and_imports_nothing_that_it_can_do_without(tmp_path:
     assert set(json.loads(spied)["modules"]) & {*LATE} == set()
 
 
+def test_it_says_which_fabric_the_host_declares(tmp_path: Path) -> None:
+    settings = tmp_path / "hearth.toml"
+    for text, fabric in (("", ""), ('[machine]\nfabric = "rack-1"\n', "rack-1")):
+        settings.write_text(text)
+        assert machine_spec.machine_spec(str(settings), str(tmp_path / "state"), "cpu").fabric == fabric
+
+
 def test_settings_that_cannot_be_read_are_one_line_and_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -319,6 +319,10 @@ def replicas(loopback: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         replica.stop()
 
 
+def counted(replica: MovingReplica) -> tuple[int, int]:
+    return replica.peer.counted("handover_fabric_blocks"), replica.peer.counted("handover_off_fabric")
+
+
 def test_a_text_that_moves_over_a_fabric_is_the_text_that_does_not(replicas: tuple[MovingReplica, ...]) -> None:
     one, other, apart = replicas
     prompt = [Random(3).randrange(5, 4000) for _ in range(210)]
@@ -330,16 +334,14 @@ def test_a_text_that_moves_over_a_fabric_is_the_text_that_does_not(replicas: tup
     journey.begin()
     for source, target, written in ((one, other, True), (other, one, True), (one, apart, False)):
         with link_to(target) as link:
-            counters = source.peer.counted
-            before = counters("handover_fabric_blocks"), counters("handover_off_fabric")
+            before = counted(source)
             journey.ask(target, link.address)
             journey.settle()
             assert journey.moved(), journey.at.peer.failed
             journey.follow(target)
-            changed = lambda: (counters("handover_fabric_blocks"), counters("handover_off_fabric")) != before
-            source.peer.until(changed)
-            blocks, off = counters("handover_fabric_blocks") - before[0], counters("handover_off_fabric") - before[1]
-            assert (blocks >= len(prompt) // 16, off) == (written, not written)
+            source.peer.until(lambda source=source, before=before: counted(source) != before)
+            blocks, off = counted(source)
+            assert (blocks - before[0] >= len(prompt) // 16, off - before[1]) == (written, not written)
             peer = target.peer
             peer.until(lambda peer=peer: len(peer.tokens.get(journey.id, [])) > 4 or peer.ended(journey.id))
     assert journey.finish() == expected
