@@ -37,9 +37,11 @@ class MessageChannel:
 
     def send(self, message: Message, payload: memoryview | None = None) -> None:
         """Sends a message and the bytes behind it. Raises HandoverLost."""
-        self._send_all(memoryview(encode_message(message)))
+        head = memoryview(encode_message(message))
+        sent = self._send([head] if payload is None else [head, payload])
+        self._send_all(head[sent:])
         if payload is not None:
-            self._send_all(payload)
+            self._send_all(payload[max(0, sent - len(head)) :])
 
     @overload
     def receive(self, kind: type[_M], /) -> _M: ...
@@ -101,9 +103,13 @@ class MessageChannel:
     def _send_all(self, view: memoryview) -> None:
         at = 0
         while at < len(view):
-            try:
-                at += self._socket.send(view[at:])
-            except TimeoutError:
-                raise HandoverLost("the peer took nothing for longer than the lease") from None
-            except OSError as error:
-                raise HandoverLost(str(error)) from error
+            at += self._send([view[at:]])
+
+    def _send(self, views: list[memoryview]) -> int:
+        """Sends of these, one behind the other, as much as goes now. Returns how many bytes that were."""
+        try:
+            return self._socket.sendmsg(views)
+        except TimeoutError:
+            raise HandoverLost("the peer took nothing for longer than the lease") from None
+        except OSError as error:
+            raise HandoverLost(str(error)) from error
