@@ -35,7 +35,7 @@ from benchmarks.engine.moving.one_prompt import one_prompt
 from benchmarks.engine.moving.probe import probe
 from benchmarks.record import record
 from engine.handover.dial import dial
-from engine.handover.fabric import FabricAgents
+from engine.handover.fabric import FabricEndpoints
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.staging import StagingArea
@@ -163,8 +163,8 @@ def drain(listener: socket.socket, total: int) -> None:
 def take_in(listener: socket.socket, total: int, fabric: str = "") -> None:
     """Receives handovers, and lets each go a moment after it is whole."""
     area, sealed = StagingArea(2 * total, time.monotonic, shares_memory=False), threading.Event()
-    agents = FabricAgents(fabric) if fabric else None
-    _receiver = HandoverReceiver(listener, area, FORMAT, on_sealed=sealed.set, fabric=agents)
+    endpoints = FabricEndpoints(fabric) if fabric else None
+    _receiver = HandoverReceiver(listener, area, FORMAT, on_sealed=sealed.set, fabric=endpoints)
     while sealed.wait():
         time.sleep(0.1)
         sealed.clear()
@@ -184,14 +184,14 @@ def socket_bytes_s(address: tuple[str, int], total: int) -> float:
         return total / (time.monotonic() - began_s)
 
 
-def handover_bytes_s(address: tuple[str, int], total: int, agents: FabricAgents | None = None) -> float:
-    """What a handover carries over the same kind of socket, or over these agents' fabric, from memory of the sender's
-    to memory of the receiver's that earlier ones had, checksums on both sides and the seal included."""
+def handover_bytes_s(address: tuple[str, int], total: int, endpoints: FabricEndpoints | None = None) -> float:
+    """What a handover carries over the same kind of socket, or by these endpoints, from memory of the sender's to
+    memory of the receiver's that earlier ones had, checksums on both sides and the seal included."""
     wake = threading.Event()
     plan = HandoverPlan(f"tcp:{address[0]}:{address[1]}", "1", secrets.token_bytes(32), total // BLOCK_BYTES)
     source = memoryview(secrets.token_bytes(1 << 20))
     began_s = time.monotonic()
-    sender = OutgoingHandover(plan, FORMAT, dial, wake.set, fabric=agents)
+    sender = OutgoingHandover(plan, FORMAT, dial, wake.set, fabric=endpoints)
     while sender.pushed < plan.blocks and not sender.ended:
         piece = sender.piece(sender.max_run)
         if piece is None:
@@ -207,7 +207,7 @@ def handover_bytes_s(address: tuple[str, int], total: int, agents: FabricAgents 
         wake.clear()
     took_s = time.monotonic() - began_s
     assert (sender.state, sender.whole) == (HandoverState.SEALED, plan.blocks), sender.problem
-    assert sender.over_fabric == (0 if agents is None else plan.blocks)
+    assert sender.over_fabric == (0 if endpoints is None else plan.blocks)
     time.sleep(0.3)  # until it is let go
     return total / took_s
 
@@ -220,10 +220,10 @@ def beside_socket(way: str, fabric: str = "", rounds: int = 9) -> None:
     children = [in_child(work) for work in works]
     try:
         there, bare_there = (listener.getsockname() for listener in listeners)
-        agents = FabricAgents(fabric) if fabric else None
-        handover_bytes_s(there, total, agents)
+        endpoints = FabricEndpoints(fabric) if fabric else None
+        handover_bytes_s(there, total, endpoints)
         socket_bytes_s(bare_there, total)
-        pairs = [(handover_bytes_s(there, total, agents), socket_bytes_s(bare_there, total)) for _ in range(rounds)]
+        pairs = [(handover_bytes_s(there, total, endpoints), socket_bytes_s(bare_there, total)) for _ in range(rounds)]
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Agents of NIXL, which write memory of one host into memory of another one over what links the two (RDMA, or whatever
-else UCX finds). They are used between hosts that declare the same fabric, since what they write is not encrypted.
+"""Endpoints, agents of NIXL, which write memory of one host into memory of another one over what links the two, RDMA
+or whatever else UCX finds. They are used between hosts that declare the same fabric, since what they write is not
+encrypted.
 
-NIXL is imported here alone, once an agent is wanted. Where it is not installed or fails, blocks go over the socket, and
-the log says why once. It knows no messages, no leases and no blocks.
+NIXL is imported here alone, once an endpoint is wanted. Where it is not installed or fails, blocks go over the socket,
+and the log says why once. It knows no messages, no leases and no blocks.
 """
 
 import ctypes
@@ -17,10 +18,10 @@ from typing import Any, Final
 
 from engine.log import log
 
-METADATA_BYTES_MAX: Final = 48 << 10  # of an agent's addresses and keys
+METADATA_BYTES_MAX: Final = 48 << 10  # of an endpoint's addresses and keys
 _BACKEND: Final = "UCX"
 _POLL_US: Final = 100_000  # its thread waits for events, and looks without one so often; 0 has it spin
-_SPARE_MAX: Final = 4  # agents that wait for a handover
+_SPARE_MAX: Final = 4  # endpoints that wait for a handover
 _SAID_MAX: Final = 64
 
 
@@ -28,8 +29,8 @@ class FabricError(Exception):
     """The fabric does not carry, or no longer."""
 
 
-class FabricAgent:
-    """Opens memory of this process to writes of another one's agent, or writes to what that one opened. For one
+class FabricEndpoint:
+    """Opens memory of this process to writes of another one's endpoint, or writes to what that one opened. For one
     handover at a time, and one thread at a time."""
 
     def __init__(self) -> None:
@@ -46,17 +47,17 @@ class FabricAgent:
         self._at = 0
 
     def open(self, memory: mmap.mmap, size: int) -> tuple[bytes, int]:
-        """Opens the first `size` bytes to whoever has what it returns: the agent's metadata and the memory's address.
-        Raises FabricError."""
+        """Opens the first `size` bytes to whoever has what it returns: the endpoint's metadata and the memory's
+        address. Raises FabricError."""
         with _errors_of_nixl():
             address = self._register(memory, size)
             metadata = self._agent.getLocalMD()
         if len(metadata) > METADATA_BYTES_MAX:
-            raise FabricError(f"{len(metadata)} bytes of an agent's metadata are over {METADATA_BYTES_MAX}")
+            raise FabricError(f"{len(metadata)} bytes of an endpoint's metadata are over {METADATA_BYTES_MAX}")
         return metadata, address
 
     def reach(self, metadata: bytes, memory: mmap.mmap) -> None:
-        """Gets ready to write from this memory to what the agent of this metadata opened. Raises FabricError."""
+        """Gets ready to write from this memory to what the endpoint of this metadata opened. Raises FabricError."""
         with _errors_of_nixl():
             self._at = self._register(memory, len(memory))
             self._peer = self._agent.loadRemoteMD(metadata)
@@ -88,7 +89,7 @@ class FabricAgent:
         return True
 
     def leave(self) -> None:
-        """Lets go of memory and of the other agent, for the next handover. Raises FabricError."""
+        """Lets go of memory and of the other endpoint, for the next handover. Raises FabricError."""
         with _errors_of_nixl():
             for write in list(self._writes):
                 self._forget(write)
@@ -117,49 +118,49 @@ class FabricAgent:
         self._agent.releaseXferReq(write)
 
 
-class FabricAgents:
-    """The agents of a replica whose host declares a fabric. Threads may use it.
+class FabricEndpoints:
+    """The endpoints of a replica whose host declares a fabric. Threads may use it.
 
     fabric   its name.
     problem  why no blocks go over it; empty where they do.
     """
 
     def __init__(self, fabric: str) -> None:
-        """The first agent is made at once: what it wants is loaded before a handover waits for it."""
+        """The first endpoint is made at once: what it wants is loaded before a handover waits for it."""
         self.fabric = fabric
         self.problem = ""
         self._lock = threading.Lock()
-        self._spare: list[FabricAgent] = []
+        self._spare: list[FabricEndpoint] = []
         self._said: set[str] = set()
         self._closed = False
         try:
-            self._spare.append(FabricAgent())
+            self._spare.append(FabricEndpoint())
         except FabricError as error:
             self.problem = str(error)
             self.say(self.problem)
 
-    def take(self) -> FabricAgent:
-        """An agent, to be given back or closed. Raises FabricError."""
+    def take(self) -> FabricEndpoint:
+        """An endpoint, to be given back or closed. Raises FabricError."""
         if self.problem:
             raise FabricError(self.problem)
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        return FabricAgent()
+        return FabricEndpoint()
 
-    def give_back(self, agent: FabricAgent) -> None:
-        """Takes an agent that wrote all it had to, and whose memory nobody has to write to any more. Any other one is
-        to be closed: what was begun may still come, wherever its memory is used by then."""
+    def give_back(self, endpoint: FabricEndpoint) -> None:
+        """Takes an endpoint that wrote all it had to, and whose memory nobody has to write to any more. Any other one
+        is to be closed: what was begun may still come, wherever its memory is used by then."""
         try:
-            agent.leave()
+            endpoint.leave()
         except FabricError:
-            agent.close()
+            endpoint.close()
             return
         with self._lock:
             if not self._closed and len(self._spare) < _SPARE_MAX:
-                self._spare.append(agent)
+                self._spare.append(endpoint)
                 return
-        agent.close()
+        endpoint.close()
 
     def say(self, problem: str) -> None:
         """Logs why blocks go over the socket, once for each reason."""
@@ -174,12 +175,12 @@ class FabricAgents:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
-        for agent in spare:
-            agent.close()
+        for endpoint in spare:
+            endpoint.close()
 
 
 def _bindings() -> ModuleType:
-    """NIXL's bindings: its agent in Python has the thread spin, which takes a core. Raises FabricError."""
+    """NIXL's bindings: its endpoint in Python has the thread spin, which takes a core. Raises FabricError."""
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # else it writes to stdout
     try:
         import nixl

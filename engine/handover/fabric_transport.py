@@ -1,4 +1,4 @@
-"""Blocks that a sender's agent writes to memory of another host, and that go over the socket once the agent fails."""
+"""Blocks that a sender's endpoint writes to memory of another host, and that go over the socket once it fails."""
 
 import mmap
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.handover.channel import MessageChannel
-from engine.handover.fabric import FabricAgent, FabricAgents, FabricError
+from engine.handover.fabric import FabricEndpoint, FabricEndpoints, FabricError
 from engine.handover.messages import BlockRun, BlocksTaken, FabricLeft, HandoverGrant, run_blocks
 from engine.handover.transport import PIECES, HostPiece, Piece, UnansweredRuns
 
@@ -19,7 +19,7 @@ _LEASE_PART: Final = 0.5  # that a write may take, so that the receiver still wa
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """A run of blocks that an agent writes."""
+    """A run of blocks that an endpoint writes."""
 
     run: BlockRun
     piece: HostPiece
@@ -28,7 +28,7 @@ class _Write:
 
 
 class FabricTransport:
-    """Blocks from pieces that the agent reads to where the receiver reads them; a run is sent once its blocks are
+    """Blocks from pieces that the endpoint reads to where the receiver reads them; a run is sent once its blocks are
     there.
 
     left  blocks go over the socket.
@@ -37,9 +37,14 @@ class FabricTransport:
     in_window = False
 
     def __init__(
-        self, channel: MessageChannel, block_bytes: int, grant: HandoverGrant, agents: FabricAgents, lease_s: float
+        self,
+        channel: MessageChannel,
+        block_bytes: int,
+        grant: HandoverGrant,
+        endpoints: FabricEndpoints,
+        lease_s: float,
     ) -> None:
-        """Where the granted agent is not reached, the receiver is told. Raises HandoverLost."""
+        """Where the granted endpoint is not reached, the receiver is told. Raises HandoverLost."""
         self.whole = self.took_us = self.over_fabric = 0
         self.max_run = run_blocks(block_bytes)
         self._channel = channel
@@ -47,7 +52,7 @@ class FabricTransport:
         self._block_bytes = block_bytes
         self._address = grant.address
         self._write_s = lease_s * _LEASE_PART
-        self._agents = agents
+        self._endpoints = endpoints
         self._piece_bytes = self.max_run * block_bytes
         self._memory = mmap.mmap(-1, PIECES * self._piece_bytes)
         self._free = list(range(PIECES))
@@ -56,10 +61,10 @@ class FabricTransport:
         self._writes: deque[_Write] = deque()
         self._busy_until_s = 0.0
         self._sealed = self.left = False
-        self._agent: FabricAgent | None = None
+        self._endpoint: FabricEndpoint | None = None
         try:
-            self._agent = agents.take()
-            self._agent.reach(grant.agent, self._memory)
+            self._endpoint = endpoints.take()
+            self._endpoint.reach(grant.endpoint, self._memory)
         except FabricError as error:
             self._leave(error)
 
@@ -75,10 +80,10 @@ class FabricTransport:
 
     def send(self, run: BlockRun, piece: Piece) -> None:
         assert isinstance(piece, HostPiece)
-        if self._agent is not None:
+        if self._endpoint is not None:
             address = self._address + run.first * self._block_bytes
             try:
-                number = self._agent.write(self._places[piece] * self._piece_bytes, address, len(piece.view))
+                number = self._endpoint.write(self._places[piece] * self._piece_bytes, address, len(piece.view))
             except FabricError as error:
                 self._leave(error)
             else:
@@ -93,23 +98,23 @@ class FabricTransport:
         self._sealed = True
 
     def close(self) -> None:
-        """Where all that was begun is written, the agent is for the next handover."""
-        agent, self._agent = self._agent, None
-        if agent is None:
+        """Where all that was begun is written, the endpoint is for the next handover."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is None:
             return
         if self._sealed:
-            self._agents.give_back(agent)
+            self._endpoints.give_back(endpoint)
         else:
-            agent.close()
+            endpoint.close()
         self._writes.clear()
 
     def _announce(self, under_way: int) -> None:
         """Sends the runs whose blocks are there, and waits until no more than so many are under way. Raises
         HandoverLost and HandoverError."""
-        while self._agent is not None and self._writes:
+        while self._endpoint is not None and self._writes:
             write = self._writes[0]
             try:
-                there = self._agent.written(write.number)
+                there = self._endpoint.written(write.number)
                 if not there and len(self._writes) > under_way and time.monotonic() > write.began_s + self._write_s:
                     raise FabricError(f"{len(write.piece.view)} bytes were not there after {self._write_s:.1f} s")
             except FabricError as error:
@@ -128,12 +133,12 @@ class FabricTransport:
                 return
 
     def _leave(self, problem: FabricError) -> None:
-        """Ends the agent, and sends what it had begun to write over the socket. Raises HandoverLost and
+        """Ends the endpoint, and sends what it had begun to write over the socket. Raises HandoverLost and
         HandoverError."""
-        agent, self._agent, self.left = self._agent, None, True
-        if agent is not None:
-            agent.close()
-        self._agents.say(str(problem))
+        endpoint, self._endpoint, self.left = self._endpoint, None, True
+        if endpoint is not None:
+            endpoint.close()
+        self._endpoints.say(str(problem))
         self._channel.send(FabricLeft())
         while self._writes:
             write = self._writes.popleft()

@@ -63,13 +63,13 @@ class HandoverOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 class HandoverGrant(msgspec.Struct, frozen=True, array_like=True, tag="grant"):
     """There is room. Whoever hears nothing of the other for lease_ms lets go. `shared`: a byte follows with the
     descriptor of the memory that the blocks are to be written to. `window`: it is the device's, and checksums are those
-    of devices (kernels/ranks/block_copies.py). `agent`: metadata of the agent whose memory, from `address` on, the
+    of devices (kernels/ranks/block_copies.py). `endpoint`: metadata of the one whose memory, from `address` on, the
     blocks are to be written to before their run is sent; empty: not over a fabric."""
 
     lease_ms: int
     shared: bool = False
     window: bool = False
-    agent: bytes = b""
+    endpoint: bytes = b""
     address: int = 0
 
 
@@ -80,7 +80,7 @@ class WindowAnswer(msgspec.Struct, frozen=True, array_like=True, tag="window"):
 
 
 class FabricLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
-    """The sender does not reach, or no longer, the agent that it was granted: from here on blocks follow their runs."""
+    """The sender does not reach the endpoint that it was granted, or no longer: blocks follow their runs from here."""
 
 
 class HandoverRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):

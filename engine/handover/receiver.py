@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.handover.channel import HandoverLost, MessageChannel
-from engine.handover.fabric import FabricAgents, FabricError
+from engine.handover.fabric import FabricEndpoints, FabricError
 from engine.handover.messages import (
     HANDOVER_VERSION,
     ID_BYTES,
@@ -59,7 +59,7 @@ class HandoverReceiver:
 
     def __init__(
         self, listener: socket.socket, area: StagingArea, format: BlockFormat, lease_s: float = LEASE_S,
-        on_sealed: Callable[[], None] = lambda: None, fabric: FabricAgents | None = None,
+        on_sealed: Callable[[], None] = lambda: None, fabric: FabricEndpoints | None = None,
     ) -> None:  # fmt: skip
         """It closes the listener. With a `fabric` senders that declare the same one write to the memory that they are
         granted."""
@@ -166,9 +166,9 @@ class HandoverReceiver:
                 return
             log("handover_window_out_of_reach", level="warning")
             self._area.to_host(staged, offer.shares_memory)
-        agent, address = self._open_to_fabric(staged, offer.fabric)
+        endpoint, address = self._open_to_fabric(staged, offer.fabric)
         shared = staged.memory.descriptor is not None
-        self._send_grant(channel, HandoverGrant(lease_ms, shared, False, agent, address), staged)
+        self._send_grant(channel, HandoverGrant(lease_ms, shared, False, endpoint, address), staged)
 
     def _open_to_fabric(self, staged: StagedPrefix, fabric: str) -> tuple[bytes, int]:
         """What the sender of this fabric wants in order to write to the memory, nothing where it is not to."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from engine.handover.channel import HandoverLost, MessageChannel
-from engine.handover.fabric import FabricAgents
+from engine.handover.fabric import FabricEndpoints
 from engine.handover.fabric_transport import FabricTransport
 from engine.handover.messages import (
     HANDOVER_VERSION,
@@ -75,7 +75,7 @@ class OutgoingHandover:
     def __init__(
         self, plan: HandoverPlan, format: BlockFormat, connect: Callable[[str], socket.socket],
         on_change: Callable[[], None], lease_s: float = LEASE_S, windows: BlockWindows | None = None,
-        fabric: FabricAgents | None = None,
+        fabric: FabricEndpoints | None = None,
     ) -> None:  # fmt: skip
         """`connect` may raise OSError; `on_change` is called by the thread when there is more to do or it has ended.
         With `windows` blocks go into memory of the receiver's device, where this one reaches it; with a `fabric` they
@@ -113,7 +113,7 @@ class OutgoingHandover:
 
     @property
     def over_fabric(self) -> int:
-        """How many blocks an agent wrote."""
+        """How many blocks an endpoint wrote."""
         return 0 if self._transport is None else self._transport.over_fabric
 
     @property
@@ -210,7 +210,7 @@ class OutgoingHandover:
             grant = self._granted(channel)
         if grant.shared:
             return SharedMemoryTransport(channel, own.block_bytes, plan.blocks, channel.receive_descriptor())
-        if fabric is not None and grant.agent:
+        if fabric is not None and grant.endpoint:
             return FabricTransport(channel, own.block_bytes, grant, fabric, self._lease_s)
         if fabric is not None:
             fabric.say(fabric.problem or f"{plan.address} granted none: its log says why")

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import xxhash
 
-from engine.handover.fabric import FabricAgent, FabricAgents
+from engine.handover.fabric import FabricEndpoint, FabricEndpoints
 from engine.handover.messages import run_blocks, window_run_blocks
 from engine.step.exchange import BlockExchange, BlockWindow
 
@@ -55,7 +55,7 @@ class HostMemory:
         self.descriptor = descriptor
         self._block_bytes = block_bytes
         self._touched = 0
-        self._fabric: tuple[FabricAgents, FabricAgent] | None = None
+        self._fabric: tuple[FabricEndpoints, FabricEndpoint] | None = None
 
     @property
     def host_bytes(self) -> int:
@@ -65,22 +65,22 @@ class HostMemory:
     def run_blocks(self) -> int:
         return run_blocks(self._block_bytes)
 
-    def open_to_fabric(self, agents: FabricAgents, blocks: int) -> tuple[bytes, int]:
-        """Lets another host's agent write so many blocks. Returns what that one wants of it, its metadata and the
+    def open_to_fabric(self, endpoints: FabricEndpoints, blocks: int) -> tuple[bytes, int]:
+        """Lets another host's endpoint write so many blocks. Returns what that one wants of it, its metadata and the
         memory's address. Raises FabricError."""
-        agent = agents.take()
-        self._fabric = agents, agent
+        endpoint = endpoints.take()
+        self._fabric = endpoints, endpoint
         self._touched = blocks  # nobody here sees what comes
-        return agent.open(self.mapping, blocks * self._block_bytes)
+        return endpoint.open(self.mapping, blocks * self._block_bytes)
 
     def leave_fabric(self, complete: bool) -> None:
         """Lets nobody write any more; `complete`: the sender says that it has written all. Idempotent."""
         if self._fabric is not None:
-            (agents, agent), self._fabric = self._fabric, None
+            (endpoints, endpoint), self._fabric = self._fabric, None
             if complete:
-                agents.give_back(agent)
+                endpoints.give_back(endpoint)
             else:
-                agent.close()
+                endpoint.close()
 
     def view(self, first: int, count: int) -> memoryview:
         """The memory of blocks first … first+count−1, to be let go before `erase`."""

@@ -39,7 +39,7 @@ class Transport(Protocol):
     in_window  they are copied by the device.
     max_run    blocks of a piece.
     whole      of them are with the receiver, as it has said.
-    over_fabric  of them were written by an agent.
+    over_fabric  of them were written by an endpoint.
     took_us    to come there and to be compared, of the runs that it has answered.
     """
 

@@ -110,7 +110,7 @@ class MachineSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     porter: list[str] | None = None  # a program that lets gateways on other hosts in; None: they are all on this one
     keeper: list[str] | None = None  # a program that fetches the models of this host's cluster; None: it is in none
     region: str = ""  # where this host is, by its certificate; empty: nowhere that has a name
-    fabric: str = ""  # the network over which its agents of NIXL reach those of other hosts; empty: none
+    fabric: str = ""  # the network over which NIXL reaches other hosts' memory; empty: none
 
 
 class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

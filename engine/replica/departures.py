@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from engine.handover.dial import dial
-from engine.handover.fabric import FabricAgents
+from engine.handover.fabric import FabricEndpoints
 from engine.handover.messages import WINDOW_RUN_BYTES_MAX
 from engine.handover.receiver import BlockFormat
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
@@ -62,8 +62,8 @@ class Departures:
     address    where this replica takes in handovers; empty: nothing moves here.
     on_news    is called by a handover's thread.
     counters   of sequences moved and failed, moved_blocks, sent_blocks, of these window_blocks, which a device copied,
-               and fabric_blocks, which an agent wrote; and off_fabric, of sequences that went to another host over the
-               socket, in part or in whole, though this one declares a fabric.
+               and fabric_blocks, which an endpoint wrote; and off_fabric, of sequences that went to another host over
+               the socket, in part or in whole, though this one declares a fabric.
     links      bytes a second that blocks came at, by the address of whoever took them; of the latest LINKS_MAX.
     """
 
@@ -74,7 +74,7 @@ class Departures:
     address: str
     on_news: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
-    fabric: FabricAgents | None = None
+    fabric: FabricEndpoints | None = None
     counters: Counter[str] = field(default_factory=Counter)
     links: dict[str, float] = field(default_factory=dict)
 

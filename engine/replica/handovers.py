@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from engine.handover.fabric import FabricAgents
+from engine.handover.fabric import FabricEndpoints
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.staging import StagedPrefix, StagingArea
 from engine.log import log
@@ -37,7 +37,7 @@ class Handovers:
     """The handovers of one replica, in and out. `bell` is readable whenever a thread has news.
 
     address      where others push to; empty: nothing moves here.
-    fabric       the agents of this host's fabric; None: it declares none.
+    fabric       the endpoints of this host's fabric; None: it declares none.
     departures   the sequences that move away.
     """
 
@@ -47,7 +47,7 @@ class Handovers:
     intake: Intake
     unshared: Namespace  # of sequences that share with nobody: their keys are theirs alone
     address: str
-    fabric: FabricAgents | None = None
+    fabric: FabricEndpoints | None = None
 
     def __post_init__(self) -> None:
         self.departures = Departures(
@@ -159,5 +159,5 @@ def open_handovers(
         intake=intake,
         unshared=validator.namespace(Scope()),
         address=handover_address(spec.address) if works else "",
-        fabric=FabricAgents(spec.fabric) if works and spec.fabric else None,
+        fabric=FabricEndpoints(spec.fabric) if works and spec.fabric else None,
     )

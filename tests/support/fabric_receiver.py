@@ -1,4 +1,4 @@
-"""A receiver of handovers in a process of its own, whose agent of NIXL is a real one, and what may go wrong with it.
+"""A receiver of handovers in a process of its own, whose endpoint of NIXL is a real one, and what may go wrong with it.
 
 python tests/support/fabric_receiver.py FABRIC ADDRESS LEASE_S
 """
@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from engine.handover.fabric import FabricAgent, FabricAgents
+from engine.handover.fabric import FabricEndpoint, FabricEndpoints
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.staged_memory import HostMemory
 from engine.handover.staging import StagingArea
@@ -73,12 +73,12 @@ class _Inside:
     """What a test may ask of the process."""
 
     def __init__(self, fabric: str, address: str, lease_s: str) -> None:
-        self.agents = FabricAgents(fabric)
+        self.endpoints = FabricEndpoints(fabric)
         self.area = StagingArea(1 << 30, time.monotonic, shares_memory=False)
-        self.receiver = HandoverReceiver(listen(address), self.area, FORMAT, float(lease_s), fabric=self.agents)
+        self.receiver = HandoverReceiver(listen(address), self.area, FORMAT, float(lease_s), fabric=self.endpoints)
 
     def ready(self) -> bool:
-        return not self.agents.problem
+        return not self.endpoints.problem
 
     def held(self) -> int:
         return self.area.held
@@ -96,7 +96,7 @@ class _Inside:
             return [bytes(view[at : at + 16]).hex() for at in range(0, len(view), 16 * 1024)]
 
     def written(self) -> int:
-        """How many blocks an agent has begun to write of what still comes, as their first byte shows."""
+        """How many blocks an endpoint has begun to write of what still comes, as their first byte shows."""
         return sum(
             1
             for staged in list(self.area._held.values())
@@ -113,16 +113,16 @@ class _Inside:
         return not self.area.held
 
     def unregister(self) -> bool:
-        """Agents from now on grant memory that they did not register."""
+        """Endpoints from now on grant memory that they did not register."""
 
-        def register(agent: FabricAgent, memory: Any, size: int) -> int:
+        def register(endpoint: FabricEndpoint, memory: Any, size: int) -> int:
             return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
-        FabricAgent._register = register  # type: ignore[method-assign]
+        FabricEndpoint._register = register  # type: ignore[method-assign]
         return True
 
-    def lose_agent(self) -> bool:
-        """Ends the agent of what still comes, and nothing else."""
+    def lose_endpoint(self) -> bool:
+        """Ends the endpoint of what still comes, and nothing else."""
         for staged in list(self.area._held.values()):
             if isinstance(staged.memory, HostMemory) and staged.memory._fabric is not None:
                 staged.memory._fabric[1].close()

@@ -1,5 +1,5 @@
-"""Blocks that real agents of NIXL write from one process into another one's memory, as between hosts of one fabric; and
-what is left of it where an agent, a side or a block fails: whole blocks over the socket, and nothing that is held."""
+"""Blocks that real endpoints of NIXL write from one process into another one's memory, as between hosts of one fabric.
+Where an endpoint, a side or a block fails, whole blocks go over the socket, and nothing is held."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from engine.handover.dial import dial
-from engine.handover.fabric import FabricAgent, FabricAgents, FabricError
+from engine.handover.fabric import FabricEndpoint, FabricEndpoints, FabricError
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.handover.transport import HostPiece
 from engine.protocol.specs import ModelSpec
@@ -47,11 +47,11 @@ def loopback() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def agents(loopback: None) -> Iterator[FabricAgents]:
-    agents = FabricAgents(FABRIC)
-    assert not agents.problem
-    yield agents
-    agents.close()
+def endpoints(loopback: None) -> Iterator[FabricEndpoints]:
+    endpoints = FabricEndpoints(FABRIC)
+    assert not endpoints.problem
+    yield endpoints
+    endpoints.close()
 
 
 @pytest.fixture
@@ -70,11 +70,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., FabricReceiver]]:
 class Push:
     """A handover of some random blocks."""
 
-    def __init__(self, address: str, agents: FabricAgents | None, blocks: int = BLOCKS) -> None:
+    def __init__(self, address: str, endpoints: FabricEndpoints | None, blocks: int = BLOCKS) -> None:
         self.blocks = blocks
         self.content = secrets.token_bytes(BLOCK_BYTES)
         plan = HandoverPlan(address, "7", secrets.token_bytes(32), blocks)
-        self.sender = OutgoingHandover(plan, FORMAT, dial, lambda: None, LEASE_S, fabric=agents)
+        self.sender = OutgoingHandover(plan, FORMAT, dial, lambda: None, LEASE_S, fabric=endpoints)
 
     def block(self, index: int) -> bytes:
         """That one begins with its own number, none with zero."""
@@ -102,7 +102,7 @@ class Push:
         return [whole[at : at + 16].hex() for at in range(0, len(whole), 16 * 1024)]
 
     def arrived(self, receiver: FabricReceiver, over_fabric: int, off_fabric: bool) -> None:
-        """Holds that every byte is there, that so many blocks an agent wrote, and that nothing is kept of it."""
+        """Holds that every byte is there, that so many blocks an endpoint wrote, and that nothing is kept of it."""
         sender = self.seal()
         assert (sender.state, sender.problem, sender.whole) == (HandoverState.SEALED, "", self.blocks)
         assert (sender.over_fabric, sender.off_fabric) == (over_fabric, off_fabric)
@@ -114,20 +114,22 @@ def unused(captured: str) -> int:
     return captured.count("handover_fabric_unused")
 
 
-def test_an_agent_writes_every_block_and_serves_the_next_handover(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, capfd: pytest.CaptureFixture[str]
+def test_an_endpoint_writes_every_block_and_serves_the_next_handover(
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, capfd: pytest.CaptureFixture[str]
 ) -> None:
     receiver = start()
     for blocks in (BLOCKS, 3, BLOCKS + 7):  # from memory that is used again, and is registered anew
-        Push(receiver.address, agents, blocks).push().arrived(receiver, blocks, False)
-        assert len(agents._spare) == 1
+        Push(receiver.address, endpoints, blocks).push().arrived(receiver, blocks, False)
+        assert len(endpoints._spare) == 1
     assert not unused(capfd.readouterr().err)
     assert receiver.ask("counters") == {"staged": 3}
 
 
-def test_many_handovers_at_once_have_an_agent_each(start: Callable[..., FabricReceiver], agents: FabricAgents) -> None:
+def test_many_handovers_at_once_have_an_endpoint_each(
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints
+) -> None:
     receiver = start()
-    pushes = [Push(receiver.address, agents, 24).push(12) for _ in range(4)]
+    pushes = [Push(receiver.address, endpoints, 24).push(12) for _ in range(4)]
     for push in pushes:
         push.push()
         assert (push.seal().whole, push.sender.over_fabric) == (24, 24)
@@ -136,11 +138,11 @@ def test_many_handovers_at_once_have_an_agent_each(start: Callable[..., FabricRe
 
 
 def test_hosts_of_unlike_fabrics_use_the_socket_and_say_so_once(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, capfd: pytest.CaptureFixture[str]
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, capfd: pytest.CaptureFixture[str]
 ) -> None:
     receiver = start("rack-2")
     for _ in range(2):
-        Push(receiver.address, agents).push().arrived(receiver, 0, True)
+        Push(receiver.address, endpoints).push().arrived(receiver, 0, True)
     assert unused(capfd.readouterr().err) == 1
     assert receiver.log.read_text().count("handover_fabric_unused") == 1
     assert "a sender is in 'rack-1'" in receiver.log.read_text()
@@ -151,78 +153,80 @@ def test_a_sender_without_a_fabric_uses_the_socket(start: Callable[..., FabricRe
     Push(receiver.address, None).push().arrived(receiver, 0, False)
 
 
-def test_memory_that_no_agent_registered_is_not_written_to(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, capfd: pytest.CaptureFixture[str]
+def test_memory_that_no_endpoint_registered_is_not_written_to(
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, capfd: pytest.CaptureFixture[str]
 ) -> None:
     receiver = start()
     assert receiver.ask("unregister")
-    Push(receiver.address, agents).push().arrived(receiver, 0, True)
+    Push(receiver.address, endpoints).push().arrived(receiver, 0, True)
     assert unused(capfd.readouterr().err) == 1
 
 
 @pytest.mark.parametrize("metadata", [b"x", b"nixlSerDes|", secrets.token_bytes(300)])
-def test_metadata_that_is_none_is_refused_by_name(agents: FabricAgents, metadata: bytes) -> None:
-    agent = agents.take()
+def test_metadata_that_is_none_is_refused_by_name(endpoints: FabricEndpoints, metadata: bytes) -> None:
+    endpoint = endpoints.take()
     with pytest.raises(FabricError, match="NIXL"):
-        agent.reach(metadata, mmap.mmap(-1, 4096))
-    agents.give_back(agent)
+        endpoint.reach(metadata, mmap.mmap(-1, 4096))
+    endpoints.give_back(endpoint)
 
 
-def test_an_agent_that_fails_in_the_midst_leaves_the_rest_to_the_socket(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, monkeypatch: pytest.MonkeyPatch
+def test_an_endpoint_that_fails_in_the_midst_leaves_the_rest_to_the_socket(
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, writes, write = start(), [0], FabricAgent.write
+    receiver, writes, write = start(), [0], FabricEndpoint.write
 
-    def fails(agent: FabricAgent, *words: int) -> int:
+    def fails(endpoint: FabricEndpoint, *words: int) -> int:
         writes[0] += 1
         if writes[0] > 7:
             raise FabricError("the link is down")
-        return write(agent, *words)
+        return write(endpoint, *words)
 
-    monkeypatch.setattr(FabricAgent, "write", fails)
-    push = Push(receiver.address, agents).push()
+    monkeypatch.setattr(FabricEndpoint, "write", fails)
+    push = Push(receiver.address, endpoints).push()
     sender = push.seal()
     assert 0 < sender.over_fabric <= 7 * sender.max_run
     push.arrived(receiver, sender.over_fabric, True)
 
 
 def test_a_write_that_takes_longer_than_half_a_lease_is_given_up(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = start()
     monkeypatch.setattr("engine.handover.fabric_transport._LEASE_PART", 0.02)
-    monkeypatch.setattr(FabricAgent, "written", lambda *_: False)
-    Push(receiver.address, agents).push().arrived(receiver, 0, True)
+    monkeypatch.setattr(FabricEndpoint, "written", lambda *_: False)
+    Push(receiver.address, endpoints).push().arrived(receiver, 0, True)
 
 
-def test_a_receiver_whose_agent_is_lost_takes_the_rest_over_the_socket(
-    start: Callable[..., FabricReceiver], agents: FabricAgents
+def test_a_receiver_whose_endpoint_is_lost_takes_the_rest_over_the_socket(
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints
 ) -> None:
     receiver = start()
-    push = Push(receiver.address, agents).push(BLOCKS // 2)
+    push = Push(receiver.address, endpoints).push(BLOCKS // 2)
     wait_for(lambda: push.sender.over_fabric > 8)
-    assert receiver.ask("lose_agent")
+    assert receiver.ask("lose_endpoint")
     sender = push.push().seal()
     assert 8 < sender.over_fabric < BLOCKS
     push.arrived(receiver, sender.over_fabric, True)
 
 
 def test_a_block_that_came_otherwise_is_not_whole(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, write = start(), FabricAgent.write
-    monkeypatch.setattr(FabricAgent, "write", lambda agent, at, to, size: write(agent, at, to + BLOCK_BYTES, size))
-    sender = Push(receiver.address, agents, 8).push(4).seal()  # each block lies where the next one belongs
+    receiver, write = start(), FabricEndpoint.write
+    monkeypatch.setattr(
+        FabricEndpoint, "write", lambda endpoint, at, to, size: write(endpoint, at, to + BLOCK_BYTES, size)
+    )
+    sender = Push(receiver.address, endpoints, 8).push(4).seal()  # each block lies where the next one belongs
     assert (sender.state, sender.whole) == (HandoverState.SEALED, 0)
     assert receiver.ask("counters")["corrupt_blocks"] == 4
     assert receiver.ask("let_go"), "and what was written there is zeroed all the same"
 
 
 def test_a_receiver_that_drops_ends_the_handover_and_zeroes_what_came(
-    start: Callable[..., FabricReceiver], agents: FabricAgents
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints
 ) -> None:
     receiver = start()
-    push = Push(receiver.address, agents).push(BLOCKS // 2)
+    push = Push(receiver.address, endpoints).push(BLOCKS // 2)
     wait_for(lambda: receiver.ask("written") > 8)
     assert receiver.ask("drop")
     wait_for(lambda: push.push().sender.ended)
@@ -232,23 +236,23 @@ def test_a_receiver_that_drops_ends_the_handover_and_zeroes_what_came(
 
 
 def test_a_receiver_that_is_killed_ends_the_handover_and_no_more(
-    start: Callable[..., FabricReceiver], agents: FabricAgents
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints
 ) -> None:
     doomed, other = start(), start()
-    push = Push(doomed.address, agents).push(BLOCKS // 2)
+    push = Push(doomed.address, endpoints).push(BLOCKS // 2)
     wait_for(lambda: push.sender.over_fabric > 8)
     doomed.process.send_signal(signal.SIGKILL)
     wait_for(lambda: push.push().sender.ended)
     assert push.sender.state is HandoverState.FAILED
     push.sender.wait_ended(20.0)
-    Push(other.address, agents).push().arrived(other, BLOCKS, False)
+    Push(other.address, endpoints).push().arrived(other, BLOCKS, False)
 
 
 def test_a_receiver_that_freezes_ends_the_handover(
-    start: Callable[..., FabricReceiver], agents: FabricAgents, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = start()
-    push = Push(receiver.address, agents)
+    push = Push(receiver.address, endpoints)
     push.sender._lease_s = 0.5
     push.push(BLOCKS // 2)
     wait_for(lambda: push.sender.over_fabric)
@@ -258,7 +262,7 @@ def test_a_receiver_that_freezes_ends_the_handover(
     receiver.process.send_signal(signal.SIGCONT)
     wait_for(lambda: not receiver.ask("held"))
     assert receiver.ask("let_go")
-    Push(receiver.address, agents).push().arrived(receiver, BLOCKS, False)
+    Push(receiver.address, endpoints).push().arrived(receiver, BLOCKS, False)
 
 
 def sender_of(receiver: FabricReceiver) -> "subprocess.Popen[bytes]":
@@ -272,30 +276,30 @@ def sender_of(receiver: FabricReceiver) -> "subprocess.Popen[bytes]":
 
 def push_many(address: str) -> None:
     """What that process does, and goes on with while it lives."""
-    agents = FabricAgents(FABRIC)
+    endpoints = FabricEndpoints(FABRIC)
     while True:
-        Push(address, agents, 2048).push().sender.wait_ended(60.0)
+        Push(address, endpoints, 2048).push().sender.wait_ended(60.0)
 
 
 def test_a_sender_that_is_killed_leaves_nothing_behind(
-    start: Callable[..., FabricReceiver], agents: FabricAgents
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints
 ) -> None:
     receiver = start()
     with sender_of(receiver) as sender:
         sender.kill()
     wait_for(lambda: not receiver.ask("held"))
     assert receiver.ask("let_go")
-    Push(receiver.address, agents).push().arrived(receiver, BLOCKS, False)
+    Push(receiver.address, endpoints).push().arrived(receiver, BLOCKS, False)
 
 
 def test_what_a_frozen_sender_had_begun_never_comes_once_its_lease_is_over(
-    start: Callable[..., FabricReceiver], agents: FabricAgents
+    start: Callable[..., FabricReceiver], endpoints: FabricEndpoints
 ) -> None:
     receiver = start(lease_s=1.0)
     with sender_of(receiver) as sender:
         sender.send_signal(signal.SIGSTOP)
         wait_for(lambda: not receiver.ask("held"))
-        push = Push(receiver.address, agents, 1024).push()  # into the memory that it had
+        push = Push(receiver.address, endpoints, 1024).push()  # into the memory that it had
         push.seal()
         receiver.ask("refuse")
         sender.send_signal(signal.SIGCONT)
