@@ -33,6 +33,7 @@ _LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"
 CONFIG_NAME = "hearth.toml"
 DEVICE_PATTERN = "^(auto|cpu|cuda|cuda:[0-9]{1,2})$"
 _Positive = Annotated[int, Meta(ge=1)]
+_FABRIC = "^([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?)?$"
 _NotNegative = Annotated[float, Meta(ge=0)]
 _Ranks = Annotated[int, Meta(ge=1, le=64)]
 _Context = Annotated[int, Meta(ge=16)]
@@ -133,9 +134,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 except ValueError as error:
                     problem = f"`{name}`: {network!r} is no network: {error}; write it like 10.0.0.0/8 or ::1/128"
                     raise ValueError(problem) from None
-
-
-_FABRIC = "^([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?)?$"
 
 
 class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,6 +1,5 @@
 """Endpoints, agents of NIXL, which write memory of one host into memory of another one over what links the two, RDMA
-or whatever else UCX finds. They are used between hosts that declare the same fabric, since what they write is not
-encrypted.
+or whatever else UCX finds. Only hosts that declare the same fabric use them, since what they write is not encrypted.
 
 NIXL is imported here alone, once an endpoint is wanted. Where it is not installed or fails, blocks go over the socket,
 and the log says why once. It knows no messages, no leases and no blocks.

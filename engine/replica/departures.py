@@ -60,6 +60,7 @@ class Departures:
     """The sequences that move away.
 
     address    where this replica takes in handovers; empty: nothing moves here.
+    fabric     the endpoints of the one that this host declares; None: of none.
     on_news    is called by a handover's thread.
     counters   of sequences moved and failed, moved_blocks, sent_blocks, of these window_blocks, which a device copied,
                and fabric_blocks, which an endpoint wrote; and off_fabric, of sequences that went to another host over
@@ -74,11 +75,12 @@ class Departures:
     address: str
     on_news: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
-    fabric: FabricEndpoints | None = None
+    fabric_name: str = ""
     counters: Counter[str] = field(default_factory=Counter)
     links: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.fabric = FabricEndpoints(self.fabric_name) if self.address and self.fabric_name else None
         self._moving: dict[tuple[int, int], _Departure] = {}
         self._failed: list[tuple[int, HandOverFailed]] = []
 
@@ -175,6 +177,8 @@ class Departures:
         for each in outgoing:
             each.wait_ended(_END_S)
         self._moving.clear()
+        if self.fabric is not None:
+            self.fabric.close()
 
     def _advance(self, key: tuple[int, int], departure: _Departure, budget: float) -> float:
         """Takes a departure as far as it goes now. Returns how much of a turn's copies it took, about `budget` at

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from engine.handover.fabric import FabricEndpoints
 from engine.handover.receiver import BlockFormat, HandoverReceiver
 from engine.handover.staging import StagedPrefix, StagingArea
 from engine.log import log
@@ -37,7 +36,7 @@ class Handovers:
     """The handovers of one replica, in and out. `bell` is readable whenever a thread has news.
 
     address      where others push to; empty: nothing moves here.
-    fabric       the endpoints of this host's fabric; None: it declares none.
+    fabric       the one that this host declares; empty: none.
     departures   the sequences that move away.
     """
 
@@ -47,12 +46,12 @@ class Handovers:
     intake: Intake
     unshared: Namespace  # of sequences that share with nobody: their keys are theirs alone
     address: str
-    fabric: FabricEndpoints | None = None
+    fabric: str = ""
 
     def __post_init__(self) -> None:
         self.departures = Departures(
             self.model.exchange, self.format, self.intake, self.unshared, self.address, on_news=self._ring,
-            fabric=self.fabric,
+            fabric_name=self.fabric,
         )  # fmt: skip
         self._epochs: dict[bytes, int] = {}
         self._claimed: list[tuple[Sequence, StagedPrefix]] = []
@@ -61,11 +60,9 @@ class Handovers:
         for end in (self.bell, self._clapper):
             end.setblocking(False)
             self._resources.callback(end.close)
-        if self.fabric is not None:
-            self._resources.callback(self.fabric.close)
         if self.address:
             receiver = HandoverReceiver(
-                listen(self.address), self.area, self.format, on_sealed=self._ring, fabric=self.fabric
+                listen(self.address), self.area, self.format, on_sealed=self._ring, fabric=self.departures.fabric
             )
             self._resources.callback(remove_socket, self.address)
             self._resources.callback(receiver.close)
@@ -159,5 +156,5 @@ def open_handovers(
         intake=intake,
         unshared=validator.namespace(Scope()),
         address=handover_address(spec.address) if works else "",
-        fabric=FabricEndpoints(spec.fabric) if works and spec.fabric else None,
+        fabric=spec.fabric,
     )
