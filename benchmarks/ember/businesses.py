@@ -28,7 +28,9 @@ from benchmarks.ember.everyday import (
     Style,
 )  # fmt: skip
 from benchmarks.ember.facts import AND_ON, CLOSES, OPEN_ON, OPENS, Ask, Miss, Section, capital, listed
+from benchmarks.ember.needs import Facts, Listed, Needs
 from benchmarks.ember.values import Draw
+from benchmarks.ember.written import UNKNOWN
 
 OPENS_ANY: Final = (
     "When do you open?", "When does the {p} open?", "What time do you open?", "From when are you open?", "How early do you open?", "At what time does the {p} open?", "When can I come in?", "Opening time?", "What time does the {p} open in the morning?",
@@ -590,11 +592,18 @@ def is_strange(question: str, text: str) -> bool:
     return bool(stems) and not any(re.search(rf"\b{stem}", text.lower()) for stem in stems)
 
 
+THINGS: Final = tuple(
+    dict.fromkeys(
+        (*FACILITIES, *ROOMS, "pool", "lift", "tower", "boat", "ferry", "hall", "garden", "kitchen", "lake", "bus", "desk", "gate", "oven", "machine", "car park", "stage", "tent", "cabin", "office", "museum", "castle", "church")
+    )
+)  # fmt: skip
+
+
 class Business:
     """A system prompt of about `size` tokens about one business, and what can be asked about it."""
 
     def __init__(self, draw: Draw, size: int) -> None:
-        style = Style(draw)
+        style = self.style = Style(draw)
         place, title = draw.pick(PLACES), draw.title()
         if draw.maybe(0.2):
             title = f"{draw.proper()} {capital(place)}"
@@ -619,24 +628,28 @@ class Business:
 
     def _section(self, draw: Draw, style: Style, place: str, lines: bool, room: int) -> Section:
         roll = draw.chance()
-        if roll < 0.56:
+        if roll < 0.24:
             return Matters(draw, style, min(draw.number(1, 5), room), lines)
-        if roll < 0.7:
-            return Prices(draw, style, draw.number(2, max(2, min(6, room))))
+        if roll < 0.46:
+            return Facts(draw, style, min(draw.number(1, 4), room), lines)
+        if roll < 0.73:
+            return Listed(draw, style, min(draw.number(1, 4), room), lines)
         if roll < 0.8:
+            return Prices(draw, style, draw.number(2, max(2, min(6, room))))
+        if roll < 0.89:
             return Week(draw, style, place.split()[-1])
-        if roll < 0.9:
-            return Clauses(draw, style)
         if roll < 0.94:
+            return Clauses(draw, style)
+        if roll < 0.97:
             return Payers(draw, style)
-        return Tariffs(draw, style) if roll < 0.97 else Timetable(draw, style)
+        return Tariffs(draw, style) if roll < 0.985 else Timetable(draw, style)
 
     def _layout(self, draw: Draw, lead: str, lines: bool) -> str:
         """Prose runs on; lines have a mark each; what already has lines of its own stands apart."""
         if not lines:
             parts: list[str] = []
             for made in self.sections:
-                apart = "\n" in made.text and not isinstance(made, Matters)
+                apart = "\n" in made.text and not isinstance(made, (Matters, Needs))
                 parts.append(f"\n{made.text}\n" if apart else made.text.replace("\n", " "))
             return (
                 " ".join([lead if lead.endswith((".", "!")) else f"{lead}\n", *parts])
@@ -648,7 +661,7 @@ class Business:
         headed = draw.maybe(0.3)
         blocks = []
         for made in self.sections:
-            own = "\n" in made.text and not isinstance(made, Matters)
+            own = "\n" in made.text and not isinstance(made, (Matters, Needs))
             text = made.text if own else "\n".join(mark + line for line in made.text.splitlines())
             head = f"{draw.pick(('', '## '))}{draw.pick(HEADS)}{draw.pick(('', ':'))}\n" if headed else ""
             blocks.append(head + text)
@@ -659,8 +672,13 @@ class Business:
         return made.ask(draw)
 
     def miss(self, draw: Draw) -> str | None:
-        """A question near one of its sections that has no answer."""
-        own = draw.pick(self.sections)
+        """A question near one of its sections that has no answer, or one that hardly any prompt answers."""
+        own, roll = draw.pick(self.sections), draw.chance()
+        if roll < 0.15:
+            return self._near(draw)
+        if roll < 0.5 or isinstance(own, Needs):
+            question = capital(self.style.filled(draw.pick(UNKNOWN["asked"]), {}))
+            return question if is_strange(question, self.text) else None
         missed = own.miss(draw)
         if missed is None or (
             missed.label and any(missed.label in label or label in missed.label for label in self.labels)
@@ -669,3 +687,14 @@ class Business:
         if isinstance(own, Matters) and missed.label and not is_strange(missed.question, self.text):
             return None  # the prompt may well say it in other words
         return missed.question
+
+    def _near(self, draw: Draw) -> str | None:
+        """What nobody told of a thing that the prompt speaks of."""
+        text = self.text.lower()
+        things = [one for one in THINGS if f" {one}" in text]
+        if not things:
+            return None
+        question, _, told = draw.pick(UNKNOWN["near"]).partition(" | ")
+        if any(word in text for word in told.split(";")):
+            return None
+        return question.format(x=draw.pick(things))

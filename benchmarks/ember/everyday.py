@@ -16,6 +16,7 @@ from benchmarks.ember import words
 from benchmarks.ember.facts import HOW_MUCH, Ask, Miss, capital, listed
 from benchmarks.ember.matters import MATTERS
 from benchmarks.ember.values import Draw
+from benchmarks.ember.written import WORDS
 
 
 def _list(text: str) -> list[str]:
@@ -138,6 +139,7 @@ ROWS: Final = [
     for key, sayings, questions in (line.split(" | ") for line in MATTERS.splitlines())
 ]
 LISTS: Final[dict[str, Sequence[str]]] = {
+    **WORDS,
     "task": TASKS, "dish": DISHES, "pet": PETS, "goods2": PLURALS, "goods3": STOCK, "facility": FACILITIES, "room": ROOMS, "course": COURSES, "event": EVENTS, "doc": DOCS,
     "group": GROUPS, "waste": WASTES, "pay": PAYMENTS, "colour": COLOURS, "deed": DEEDS, "doing": DOINGS, "duty": DUTIES, "goods": GOODS, "clothes": CLOTHES, "menu": MENUS, "coin": COINS, "near": NEAR, "job": JOBS, "ordinal": ORDINALS, "month": words.MONTHS, "day": words.WEEKDAYS, "service": SERVICES,
 }  # fmt: skip

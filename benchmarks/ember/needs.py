@@ -1,0 +1,173 @@
+"""Sections made of what written/ holds: facts in several sayings, and lists of people, contacts, places, rules, times and prices.
+
+People ask for them by name or by what they need, often in none of the words that the prompt uses; the answer is the
+sentence or the line that says it, or its part where one sentence speaks of several things.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from benchmarks.ember.everyday import Style
+from benchmarks.ember.facts import Ask, Miss, capital, listed
+from benchmarks.ember.values import Draw
+from benchmarks.ember.written import FACTS, FRAMES, LISTS, UNKNOWN, Entry, Fact
+
+KINDS: Final = (
+    "people", "people", "teams", "phones", "mails", "helpers", "places", "never", "never", "limits", "howtos", "times", "rates", "rates", "rates",
+)  # fmt: skip
+LIST_OF: Final = {"phones": "contacts", "mails": "contacts", "helpers": "contacts", "never": "rules", "limits": "rules"}
+TOGETHER: Final = {"rates": 0.7, "teams": 0.75, "times": 0.5, "people": 0.35, "places": 0.35, "limits": 0.15, "never": 0.1}
+TOPICS: Final[dict[str, tuple[Fact, ...]]] = {
+    topic: tuple(fact for fact in FACTS if fact.topic == topic) for topic in sorted({fact.topic for fact in FACTS})
+}
+TOPIC_NAMES: Final = tuple(TOPICS)
+PREPOSITIONS: Final = re.compile(r" (?:of|for|in|on|with|without|from|to|at|by|a|per|after|before|under|during) ")
+MANY: Final = frozenset(("children", "people", "women", "men", "clothes"))
+NAMING: Final = frozenset(("climbing", "swimming", "changing", "vending", "charging", "parking", "drinking", "skating", "sleeping", "meeting", "visiting", "opening"))  # fmt: skip
+PLURAL_VERBS: Final = (("is", "are"), ("costs", "cost"), ("does", "do"))
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a section says of one thing: the answer, its questions by name (`asks`, each with any of `names` in it), and
+    questions of need, which `tails` may follow. `values` fill the slots that a question shares with the answer."""
+
+    label: str
+    answer: str
+    asks: tuple[str, ...]
+    names: tuple[dict[str, str], ...]
+    needs: tuple[str, ...]
+    tails: tuple[str, ...]
+    values: dict[str, str]
+
+
+def ended(text: str) -> str:
+    """The sentence or line with a mark at its end."""
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def is_plural(name: str) -> bool:
+    """Whether a verb after this name stands in the plural; what one does, such as 'picking flowers', is one thing."""
+    first, *more = name.split()
+    if first.endswith("ing") and more and first not in NAMING:
+        return False
+    last = PREPOSITIONS.split(name)[0].split()[-1]
+    return last in MANY or (last.endswith("s") and not last.endswith(("ss", "us", "is", "gas")))
+
+
+def named(name: str, second: str) -> dict[str, str]:
+    """A row's name, its second column and the verbs that go with the name, as frames take them."""
+    plural = is_plural(name)
+    verbs = {one: many if plural else one for one, many in PLURAL_VERBS}
+    verbs["Is"] = capital(verbs["is"])
+    return {"n": name, "N": capital(name), "s": second, "S": capital(second), **verbs}
+
+
+def framed(frame: str, names: dict[str, str]) -> str:
+    for slot, value in names.items():
+        frame = frame.replace(f"{{{slot}}}", value)
+    return frame
+
+
+class Needs:
+    """Things told, and the text that tells them."""
+
+    text: str
+
+    def __init__(self, style: Style) -> None:
+        self.style = style
+        self.told: list[Told] = []
+
+    @property
+    def labels(self) -> list[str]:
+        return [one.label for one in self.told]
+
+    def ask(self, draw: Draw) -> Ask:
+        one = draw.pick(self.told)
+        if one.needs and (not one.asks or draw.maybe(0.5)):
+            question = draw.pick(one.needs)
+            if one.tails and not question.endswith("?") and draw.maybe(0.85):
+                question += f" {draw.pick(one.tails)}"
+        else:
+            question = draw.pick(one.asks)
+        question = framed(question, draw.pick(one.names))
+        return Ask(capital(self.style.filled(question, dict(one.values))), one.answer)
+
+    def miss(self, draw: Draw) -> Miss | None:
+        """A question that few prompts answer."""
+        return Miss(capital(self.style.filled(draw.pick(UNKNOWN["asked"]), {})), "")
+
+
+class Facts(Needs):
+    """Facts of different topics, now and then two of one topic."""
+
+    def __init__(self, draw: Draw, style: Style, count: int, lines: bool) -> None:
+        super().__init__(style)
+        for topic in draw.few(TOPIC_NAMES, count):
+            for fact in draw.few(TOPICS[topic], 2 if draw.maybe(0.25) else 1):
+                fitting = [one for one in fact.sayings if one.startswith("~") == lines] or fact.sayings
+                values: dict[str, str] = {}
+                text = capital(style.filled(draw.pick(fitting).removeprefix("~"), values))
+                self.told.append(Told(topic, ended(text), fact.questions, ({},), (), (), values))
+        bare = lines and draw.maybe(0.8)
+        self.text = "\n".join(one.answer.removesuffix(".") if bare else one.answer for one in self.told)
+
+
+class Listed(Needs):
+    """Rows of one list, each in a sentence or a line of its own, or several in one."""
+
+    def __init__(self, draw: Draw, style: Style, count: int, lines: bool) -> None:
+        super().__init__(style)
+        self.kind = draw.pick(KINDS)
+        self.frames = FRAMES[self.kind]
+        chosen = self._chosen(draw, LISTS[LIST_OF.get(self.kind, self.kind)], count)
+        if len(chosen) > 1 and draw.maybe(TOGETHER.get(self.kind, 0.2)):
+            self.text = self._line(draw, chosen) if lines and draw.maybe(0.6) else self._sentence(draw, chosen)
+            return
+        forms = self.frames["line" if lines else "say"]
+        shared = draw.pick(forms) if draw.maybe(0.7 if lines else 0.3) else None
+        bare = lines and draw.maybe(0.85)
+        texts = [self._tell(draw, row, shared or draw.pick(forms)) for row in chosen]
+        self.text = "\n".join(capital(text if bare else ended(text)) for text in texts)
+
+    def _chosen(self, draw: Draw, rows: tuple[Entry, ...], count: int) -> list[Entry]:
+        count = max(2, min(count, 4)) if draw.maybe(0.7) else 1
+        if self.kind != "teams":
+            return draw.few(rows, count)
+        team = draw.pick(rows)
+        verb = (draw.pick(team.names),)
+        return [Entry((one,), verb, team.needs) for one in draw.few(team.second, max(2, count))]
+
+    def _tell(self, draw: Draw, row: Entry, form: str, answer: str | None = None) -> str:
+        """The row in this form; what it says is kept with its questions. Without `answer` the form is the answer."""
+        seconds = row.second or row.names
+        place = int(draw.chance() * len(row.names))
+        second = seconds[place] if len(seconds) == len(row.names) else draw.pick(seconds)
+        names, values = named(row.names[place], second), dict[str, str]()
+        text = self.style.filled(framed(form, names), values)
+        said = text if answer is None else self.style.filled(framed(answer, names), values)
+        asked = tuple(named(name, one) for name in row.names for one in seconds)
+        frames = self.frames
+        self.told.append(
+            Told(names["n"], ended(capital(said)), frames["ask"], asked, row.needs, frames["tail"], values)
+        )
+        return text
+
+    def _sentence(self, draw: Draw, rows: list[Entry]) -> str:
+        """Several rows in one sentence, the later ones often without their verb."""
+        place = int(draw.chance() * len(self.frames["short"]))
+        full, short = self.frames["short"][place], self.frames["elided"][place]
+        elided = draw.maybe(0.6)
+        parts = [self._tell(draw, row, short if number and elided else full, full) for number, row in enumerate(rows)]
+        joint = draw.pick((", ", "; ", " and ", ", and ")) if len(parts) == 2 else ""
+        return capital(parts[0] + joint + parts[1] if joint else listed(parts)) + "."
+
+    def _line(self, draw: Draw, rows: list[Entry]) -> str:
+        """Several rows in one line; the answer is the row's part of it."""
+        form = draw.pick(self.frames["line"])
+        mark = draw.pick((", ", ", ", "; ", " | ", ". ", " / ", " · "))
+        if mark == ", " and draw.maybe(0.7):
+            form = form.replace("{N}", "{n}")
+        head = draw.pick(("", "", "", "Prices: ", "Our prices: ", "We charge: ")) if self.kind == "rates" else ""
+        return head + capital(mark.join(self._tell(draw, row, form) for row in rows))
