@@ -135,7 +135,7 @@ STOPS: Final = _list(
 )
 
 ROWS: Final = [
-    (key.strip(), sayings.strip().split(" / "), questions.strip().split(" / "))
+    (key.strip(), tuple(sayings.strip().split(" / ")), questions.strip().split(" / "))
     for key, sayings, questions in (line.split(" | ") for line in MATTERS.splitlines())
 ]
 LISTS: Final[dict[str, Sequence[str]]] = {
@@ -226,7 +226,6 @@ class Style:
                 (
                     "half an hour",
                     "an hour",
-                    "a quarter of an hour",
                     "1 hour 20 minutes",
                     "two and a half hours",
                     "an hour and a half",
@@ -400,16 +399,15 @@ SMALL: Final = frozenset(
 
 
 @cache
-def telling_stems(key: str) -> frozenset[str]:
-    """Stems that few of the matter's sayings have: what sets one of them apart from the others."""
-    sayings = next(row[1] for row in ROWS if row[0] == key)
+def telling_stems(sayings: tuple[str, ...]) -> frozenset[str]:
+    """Stems that few of the sayings have: what sets one of them apart from the others."""
     counted = Counter(stem for saying in sayings for stem in stems(saying))
     return frozenset(stem for stem, count in counted.items() if count <= max(1, 0.4 * len(sayings)))
 
 
-def is_about(key: str, question: str, sentence: str) -> bool:
-    """Whether the question is not plainly about another saying of the same matter than this sentence."""
-    telling = stems(question) & telling_stems(key)
+def is_about(sayings: tuple[str, ...], question: str, sentence: str) -> bool:
+    """Whether the question is not plainly about another one of these sayings than this sentence."""
+    telling = stems(question) & telling_stems(sayings)
     return not telling or bool(telling & stems(sentence))
 
 
@@ -432,7 +430,7 @@ class Matters:
             sentence = capital(style.filled(form.removeprefix("~"), values))
             if form.startswith("~") and draw.maybe(0.1):
                 sentence = sentence.replace(": ", " - ", 1)
-            fit = [one for one in questions if answers_it(one, form) and is_about(key, one, sentence)]
+            fit = [one for one in questions if answers_it(one, form) and is_about(sayings, one, sentence)]
             self.told[key] = (form, sentence, values, fit)
         self.text = "\n".join(sentence for _, sentence, _, _ in self.told.values())
 
@@ -443,7 +441,7 @@ class Matters:
     def ask(self, draw: Draw) -> Ask:
         keys = [key for key, one in self.told.items() if one[3]]
         _, sentence, values, questions = self.told[draw.pick(keys or list(self.told))]
-        question = capital(self.style.filled(draw.phrase(questions or ["Tell me about it."]), dict(values)))
+        question = capital(self.style.filled(draw.pick(questions or ["Tell me about it."]), dict(values)))
         return Ask(question, sentence if sentence.endswith((".", "!")) else sentence + ".")
 
     def miss(self, draw: Draw) -> Miss | None:
@@ -459,7 +457,7 @@ class Matters:
         key, _, questions = draw.pick(ROWS)
         if key in self.told:
             return None
-        return Miss(capital(self.style.filled(draw.phrase(questions), {})), key)
+        return Miss(capital(self.style.filled(draw.pick(questions), {})), key)
 
 
 # -- prices ------------------------------------------------------------------------------------------------------------

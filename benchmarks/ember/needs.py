@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from benchmarks.ember.everyday import Style
+from benchmarks.ember.everyday import Style, answers_it, is_about
 from benchmarks.ember.facts import Ask, Miss, capital, listed
 from benchmarks.ember.values import Draw
 from benchmarks.ember.written import FACTS, FRAMES, LISTS, UNKNOWN, Entry, Fact
@@ -64,6 +64,11 @@ def named(name: str, second: str) -> dict[str, str]:
     return {"n": name, "N": capital(name), "s": second, "S": capital(second), **verbs}
 
 
+def to_guest(doing: str) -> str:
+    """What a guest does, in the words of the house: 'wear my shoes' is 'wear your shoes'."""
+    return re.sub(r"\bmy\b", "your", re.sub(r"\bI\b", "you", doing))
+
+
 def framed(frame: str, names: dict[str, str]) -> str:
     for slot, value in names.items():
         frame = frame.replace(f"{{{slot}}}", value)
@@ -107,9 +112,12 @@ class Facts(Needs):
         for topic in draw.few(TOPIC_NAMES, count):
             for fact in draw.few(TOPICS[topic], 2 if draw.maybe(0.25) else 1):
                 fitting = [one for one in fact.sayings if one.startswith("~") == lines] or fact.sayings
-                values: dict[str, str] = {}
-                text = capital(style.filled(draw.pick(fitting).removeprefix("~"), values))
-                self.told.append(Told(topic, ended(text), fact.questions, ({},), (), (), values))
+                form, values = draw.pick(fitting), dict[str, str]()
+                text = capital(style.filled(form.removeprefix("~"), values))
+                asks = fact.questions
+                if fact.mixed:
+                    asks = tuple(one for one in asks if answers_it(one, form) and is_about(fact.sayings, one, text))
+                self.told.append(Told(topic, ended(text), asks or ("Tell me about it.",), ({},), (), (), values))
         bare = lines and draw.maybe(0.8)
         self.text = "\n".join(one.answer.removesuffix(".") if bare else one.answer for one in self.told)
 
@@ -144,7 +152,7 @@ class Listed(Needs):
         seconds = row.second or row.names
         place = int(draw.chance() * len(row.names))
         second = seconds[place] if len(seconds) == len(row.names) else draw.pick(seconds)
-        names, values = named(row.names[place], second), dict[str, str]()
+        names, values = named(row.names[place], to_guest(second)), dict[str, str]()
         text = self.style.filled(framed(form, names), values)
         said = text if answer is None else self.style.filled(framed(answer, names), values)
         asked = tuple(named(name, one) for name in row.names for one in seconds)

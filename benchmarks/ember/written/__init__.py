@@ -12,11 +12,12 @@ FOLDER: Final = Path(__file__).parent
 
 
 class Fact(NamedTuple):
-    """What a prompt may say in any of `sayings`, and the questions that each of them answers."""
+    """What a prompt may say in any of `sayings`, and the questions that each of them answers, or only some if `mixed`."""
 
     topic: str
     sayings: tuple[str, ...]
     questions: tuple[str, ...]
+    mixed: bool
 
 
 class Entry(NamedTuple):
@@ -41,8 +42,8 @@ def facts(tables: dict[str, str]) -> tuple[Fact, ...]:
     found = []
     for topic, text in tables.items():
         for line in split(text, "\n"):
-            sayings, questions = line.split(" | ")
-            found.append(Fact(topic, split(sayings, " / "), split(questions, " / ")))
+            sayings, questions = line.removeprefix("* ").split(" | ")
+            found.append(Fact(topic, split(sayings, " / "), split(questions, " / "), line.startswith("* ")))
     return tuple(found)
 
 
