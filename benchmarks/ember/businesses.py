@@ -28,7 +28,7 @@ from benchmarks.ember.everyday import (
     Style,
 )  # fmt: skip
 from benchmarks.ember.facts import AND_ON, CLOSES, OPEN_ON, OPENS, Ask, Miss, Section, capital, listed
-from benchmarks.ember.needs import Facts, Listed, Needs
+from benchmarks.ember.needs import Facts, Listed, Needs, asked_by_name
 from benchmarks.ember.values import Draw
 from benchmarks.ember.written import UNKNOWN
 
@@ -83,6 +83,13 @@ DAY_CLOSES: Final = (
 )
 DAY_OPEN: Final = (
     *OPEN_ON,
+    "Can I still come at {t} on {d}?",
+    "Is it all right if I come at {t} on {d}?",
+    "Could I get in at {t} on a {d}?",
+    "We'd be there on {d} at {t}. Is somebody there?",
+    "Will you be open on {d} at {t}?",
+    "I can be with you on {d} around {t}. Is that fine?",
+    "{d} at {t}, does that work?",
     "Is {d} a good day to come?",
     "Can I come by this {d}?",
     "Are you open this {d}?",
@@ -110,9 +117,9 @@ class Week:
     """Opening hours as businesses write them, with days that share them and days that they are closed."""
 
     def __init__(self, draw: Draw, style: Style, place: str) -> None:
-        self.place, self.noun = place, draw.pick(("hours", "opening hours"))
+        self.style, self.place = style, place
         days = words.WEEKDAYS
-        form, way = draw.pick((*range(10), 7, 7, 7)), draw.pick((" to ", "-", "–", " - "))
+        form, way = draw.pick((*range(12), 7, 7, 7, 10)), draw.pick((" to ", "-", "–", " - "))
         through = draw.pick((" to ", "-", "–"))
         early, late, early2, late2 = style.time(6, 10), style.time(15, 23), style.time(8, 12), style.time(12, 17)
         self.days: dict[str, tuple[str, str] | None] = dict.fromkeys(days, (early, late))
@@ -216,6 +223,20 @@ class Week:
                     f"We open on {one}s and {other}s only, from {early} to {late}.",
                 )
             )
+        elif form == 10:
+            self.days |= {"Saturday": (early2, late2), "Sunday": (early2, late2)}
+            ends = draw.pick(("weekends", "at weekends", "Sat-Sun", "Saturday and Sunday", "Sat and Sun"))
+            five = draw.pick(("Mon-Fri", "Monday to Friday", "weekdays", "on weekdays"))
+            lead = draw.pick(("", "Open ", "Hours: ", "We are open "))
+            self.text = capital(
+                f"{lead}{five} {early}{way}{late}{draw.pick((', ', '; ', ' and '))}{ends} {early2}{way}{late2}"
+                + ("." if lead.startswith("We") else "")
+            )
+        elif form == 11:
+            month = draw.pick(words.MONTHS)
+            self.text = f"{draw.pick(('Hours: ', 'Open ', 'Daily ', 'Hours '))}{early}{way}{late}" + draw.pick(
+                ("", ".", f". Closed in {month}.", f", closed in {month}")
+            )
         else:
             self.days |= {"Sunday": (early2, late2)}
             self.text = draw.pick(
@@ -253,15 +274,15 @@ class Week:
                 if opens is None
                 else draw.pick((OPENS_ANY, CLOSES_ANY, HOURS_ANY))
             )
-            return Ask(draw.phrase(forms).format(p=place), text)
+            return Ask(draw.pick(forms).format(p=place), text)
         hours = {one for one in self.days.values() if one}
         if len(hours) == 1 and roll < 0.4:
             early, late = next(iter(hours))
             if roll < 0.13:
-                return Ask(draw.phrase(OPENS_ANY).format(p=place), f"We open at {early}.")
+                return Ask(draw.pick(OPENS_ANY).format(p=place), f"We open at {early}.")
             if roll < 0.3:
-                return Ask(draw.phrase(CLOSES_ANY).format(p=place), f"We close at {late}.")
-            return Ask(draw.phrase(HOURS_ANY).format(p=place), f"We are open from {early} to {late}.")
+                return Ask(draw.pick(CLOSES_ANY).format(p=place), f"We close at {late}.")
+            return Ask(draw.pick(HOURS_ANY).format(p=place), f"We are open from {early} to {late}.")
         if roll < 0.3:
             text = (
                 self.text.replace("\n- ", ", ")
@@ -270,17 +291,17 @@ class Week:
                 .removeprefix("- ")
                 .removeprefix("* ")
             )
-            return Ask(draw.phrase(HOURS_ANY).format(p=place), text if text.endswith(".") else text + ".")
-        closed = [day for day, hours_ in self.days.items() if hours_ is None]
+            return Ask(draw.pick(HOURS_ANY).format(p=place), text if text.endswith(".") else text + ".")
+        closed = [day for day, span in self.days.items() if span is None]
         day = draw.pick(closed) if closed and draw.maybe(0.35) else draw.pick(words.WEEKDAYS)
         form, questions = draw.pick(
             (("span", DAY_OPEN), ("span", DAY_OPEN), ("open", OPENS), ("close", DAY_CLOSES), ("close", DAY_CLOSES))
         )
         other = draw.pick([one for one in words.WEEKDAYS if one != day])
         return Ask(
-            draw.phrase(questions).format(d=day, p=place),
+            draw.pick(questions).format(d=day, p=place, t=self.style.time(6, 22)),
             self._answer(form, day),
-            {},
+            {"opens": hours_[0], "closes": hours_[1]} if (hours_ := self.days[day]) else {},
             [(draw.phrase(AND_ON).format(d=other), self._answer(form, other))],
         )
 
@@ -289,7 +310,7 @@ class Week:
             return None
         _, opens, closes = self.single
         return (
-            Miss(draw.phrase(CLOSES_ANY if closes is None else OPENS_ANY).format(p=self.place), "hours")
+            Miss(draw.pick(CLOSES_ANY if closes is None else OPENS_ANY).format(p=self.place), "hours")
             if None in (opens, closes)
             else None
         )
@@ -350,17 +371,17 @@ class Clauses:
 
     def ask(self, draw: Draw) -> Ask:
         thing = draw.pick(list(self.told))
-        return Ask(capital(draw.phrase(self.questions).format(x=thing)), self.told[thing])
+        return Ask(capital(draw.pick(self.questions).format(x=thing)), self.told[thing])
 
     def miss(self, draw: Draw) -> Miss | None:
         things, _, questions = draw.pick(CLAUSES)
         mine = draw.pick(list(self.told))
         other = [one[2] for one in CLAUSES if mine in one[0] and not set(one[2]) & set(self.questions)]
         if other and draw.maybe(0.1):
-            return Miss(capital(draw.phrase(draw.pick(other)).format(x=mine)), "")
+            return Miss(capital(draw.pick(draw.pick(other)).format(x=mine)), "")
         thing = draw.pick(things)
         label = thing.removeprefix("the ").removeprefix("a ")
-        return None if thing in self.told else Miss(capital(draw.phrase(questions).format(x=thing)), label)
+        return None if thing in self.told else Miss(capital(draw.pick(questions).format(x=thing)), label)
 
 
 class Timetable:
@@ -403,7 +424,7 @@ class Timetable:
         forms = [one for _, saying, questions in CLAUSES[5:7] for one in questions]
         if sum(row[0] == day for row in self.rows.values()) == 1 and draw.maybe(0.2):
             return Ask(
-                draw.phrase(
+                draw.pick(
                     (
                         "What is on on {d}?",
                         "Which course is on {d}?",
@@ -418,7 +439,7 @@ class Timetable:
             )
         if sum(row[2] == given for row in self.rows.values()) == 1 and draw.maybe(0.15):
             return Ask(
-                draw.phrase(
+                draw.pick(
                     (
                         "What does {g} teach?",
                         "Which class does {g} give?",
@@ -433,7 +454,7 @@ class Timetable:
             )
         return Ask(
             capital(
-                draw.phrase(
+                draw.pick(
                     (
                         *forms,
                         "What time is {x}?",
@@ -526,7 +547,7 @@ class Tariffs:
 
     def ask(self, draw: Draw) -> Ask:
         name = draw.pick(list(self.facts))
-        form = draw.phrase(
+        form = draw.pick(
             (
                 "What does the {n} {k} cost?",
                 "How much is the {n} {k}?",
@@ -676,9 +697,14 @@ class Business:
         own, roll = draw.pick(self.sections), draw.chance()
         if roll < 0.15:
             return self._near(draw)
-        if roll < 0.5 or isinstance(own, Needs):
+        if roll < 0.4:
             question = capital(self.style.filled(draw.pick(UNKNOWN["asked"]), {}))
             return question if is_strange(question, self.text) else None
+        if roll < 0.65:
+            question, row = asked_by_name(draw)
+            return capital(self.style.filled(question, {})) if is_strange(" ".join((question, *row)), self.text) else None
+        if isinstance(own, Needs):
+            own = Matters(draw, self.style, 1, False)
         missed = own.miss(draw)
         if missed is None or (
             missed.label and any(missed.label in label or label in missed.label for label in self.labels)

@@ -33,6 +33,7 @@ from benchmarks.ember.phrasing import indirect, reworded
 from benchmarks.ember.statements import Plans, Statements
 from benchmarks.ember.talk import echo, forgotten, identity, knowledge, memory, small_talk, unanswerable
 from benchmarks.ember.values import Draw, Split
+from benchmarks.ember.written import WORDS
 
 Message = dict[str, Any]
 CHARACTERS_PER_TOKEN: Final = 2.6
@@ -223,8 +224,8 @@ def spoken(draw: Draw, question: str) -> str:
     return question + draw.pick(CLOSERS)
 
 
-MISSES: Final = 0.05  # of the questions to a business that its prompt does not answer; at 0.11 Ember said too often that it does not know
-BUSINESS_REACH: Final = 320  # tokens of a system prompt about a business, beyond which it has no more to say
+MISSES: Final = 0.12  # of the questions to a business are tried without an answer; about half of them find one
+BUSINESS_SIZES: Final = (15, 30, 45, 60, 75, 90, 110, 140, 180, 260)  # tokens of a system prompt about a business
 KEYS: Final = ("answer", "value", "result", "response", "text", "data", "reply")
 
 
@@ -292,26 +293,47 @@ def nobody(draw: Draw) -> tuple[str, str]:
     return identity(draw, None, None)
 
 
+def misspelt(draw: Draw, question: str) -> str:
+    """The question with one plain word typed in haste: two letters swapped, one left out or one doubled. Names stay."""
+    parts = question.split(" ")
+    places = [place for place, part in enumerate(parts) if len(part) > 4 and part.isalpha() and part.islower()]
+    if not places:
+        return question
+    place = draw.pick(places)
+    word, at, roll = parts[place], draw.number(1, len(parts[place]) - 2), draw.chance()
+    middle = word[at + 1] + word[at] if roll < 0.4 else word[at + 1] if roll < 0.8 else word[at] + word[at : at + 2]
+    parts[place] = word[:at] + middle + word[at + 2 :]
+    return " ".join(parts)
+
+
 def about_business(draw: Draw, size: int) -> Conversation:
     """Everyday questions to a business: more of them for each token of its prompt than about_facts asks."""
     prompt = Business(draw, size)
     conversation = Conversation([{"role": "system", "content": prompt.text}])
-    for _ in range(draw.number(4, 8 + size // 12)):
+    for _ in range(draw.number(3, 6 + size // 18)):
         roll = draw.chance()
         missed = prompt.miss(draw) if roll < MISSES else None
         if missed is not None:
-            conversation.say(spoken(draw, missed), UNKNOWN)
-        elif roll > 0.98:
-            conversation.say(*json_turn(draw, prompt.ask(draw)))
-        elif roll > 0.95:
+            conversation.say(typed(draw, missed), UNKNOWN)
+        elif roll > 0.97:
             question, answer = identity(draw, prompt.persona, prompt.office)
             conversation.say(spoken(draw, question), answer)
         else:
             ask = prompt.ask(draw)
-            conversation.say(spoken(draw, reworded(draw, ask.question)), ask.answer)
+            if roll > 0.95 and ask.fields:
+                conversation.say(*json_turn(draw, ask))
+                continue
+            conversation.say(typed(draw, reworded(draw, ask.question)), ask.answer)
             if ask.follows and draw.maybe(0.2):
                 conversation.say(*draw.pick(ask.follows))
     return conversation
+
+
+def typed(draw: Draw, question: str) -> str:
+    """The question to a business as people type it: as spoken, some after what they tell of themselves, some in haste."""
+    if draw.maybe(0.07):
+        question = misspelt(draw, question)
+    return f"{draw.pick(WORDS['preamble'])} {question}" if draw.maybe(0.08) else spoken(draw, question)
 
 
 def about_facts(draw: Draw, size: int) -> Conversation:
@@ -479,13 +501,13 @@ def document(draw: Draw, reach: int) -> Conversation:
     """One training document; `reach` is the longest system prompt of the moment, in tokens."""
     roll = draw.chance()
     size = int(20 * (max(reach, 21) / 20) ** draw.chance()) if draw.maybe(0.5) else draw.number(20, max(21, reach))
-    if roll < 0.36:
+    if roll < 0.2:
         return about_facts(draw, size)
-    if roll < 0.66:
-        return about_business(draw, min(size, BUSINESS_REACH))
-    if roll < 0.86:
+    if roll < 0.78:
+        return about_business(draw, draw.pick(BUSINESS_SIZES))
+    if roll < 0.92:
         return with_tools(draw, min(size, 400))
-    if roll < 0.96:
+    if roll < 0.98:
         return alone(draw)
     return plain(draw)
 

@@ -617,7 +617,7 @@ class Prices:
             place = draw.number(0, 1)
             column, cost = self.pair[0][place], (self.costs, self.second)[place][name]
             form = draw.pick(self.pair[1])
-            return Ask(capital(form.format(t=name, c=column)), self.pair[2].format(t=name, c=column, p=cost))
+            return Ask(capital(form.format(t=name, c=column)), self.pair[2].format(t=name, c=column, p=cost), {"price": cost})
         short = (
             name.split(" of ")[0]
             if draw.maybe(0.3) and sum(name.split(" of ")[0] in other for other in self.names) == 1
@@ -631,7 +631,7 @@ class Prices:
             )
             for other in others
         ]
-        return Ask(capital(draw.phrase(PRICES).format(t=short)), self._answer(name), {}, follows)
+        return Ask(capital(draw.phrase(PRICES).format(t=short)), self._answer(name), {"price": self.costs[name]}, follows)
 
     def _answer(self, name: str) -> str:
         return f"The {name} costs {self.costs[name]}."

@@ -33,7 +33,7 @@ LONGEST: Final = 640
 def document(draw: Draw, share: float) -> corpus.Conversation:
     """A conversation with a business, or one of the earlier corpus."""
     if draw.maybe(share):
-        return corpus.about_business(draw, draw.pick((15, 30, 50, 70, 90, 110, 140)))
+        return corpus.about_business(draw, draw.pick(corpus.BUSINESS_SIZES[:-2]))
     return corpus.document(draw, 120)
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.ember.everyday import Style, answers_it, is_about
 from benchmarks.ember.facts import Ask, Miss, capital, listed
 from benchmarks.ember.values import Draw
-from benchmarks.ember.written import FACTS, FRAMES, LISTS, UNKNOWN, Entry, Fact
+from benchmarks.ember.written import FACTS, FRAMES, LISTS, Entry, Fact
 
 KINDS: Final = (
     "people", "people", "teams", "phones", "mails", "helpers", "places", "never", "never", "limits", "howtos", "times", "rates", "rates", "rates",
@@ -25,6 +25,8 @@ TOPIC_NAMES: Final = tuple(TOPICS)
 PREPOSITIONS: Final = re.compile(r" (?:of|for|in|on|with|without|from|to|at|by|a|per|after|before|under|during) ")
 MANY: Final = frozenset(("children", "people", "women", "men", "clothes"))
 NAMING: Final = frozenset(("climbing", "swimming", "changing", "vending", "charging", "parking", "drinking", "skating", "sleeping", "meeting", "visiting", "opening"))  # fmt: skip
+KEYS: Final = {"name": "name", "given": "name", "phone": "phone", "email": "email", "price": "price", "where": "place", "site": "site", "time": "time", "code": "code"}  # fmt: skip
+AND: Final = ("And {n}?", "And what about {n}?", "and {n}?", "What about {n}?", "And for {n}?", "How about {n}?", "And {n}, please?", "Okay, and {n}?")  # fmt: skip
 PLURAL_VERBS: Final = (("is", "are"), ("costs", "cost"), ("does", "do"))
 
 
@@ -97,11 +99,32 @@ class Needs:
         else:
             question = draw.pick(one.asks)
         question = framed(question, draw.pick(one.names))
-        return Ask(capital(self.style.filled(question, dict(one.values))), one.answer)
+        fields: dict[str, str | None] = {KEYS[slot]: value for slot, value in one.values.items() if slot in KEYS}
+        return Ask(
+            capital(self.style.filled(question, dict(one.values))),
+            one.answer,
+            fields if len(fields) == 1 else {},
+            self._follows(draw, one),
+        )
+
+    def _follows(self, draw: Draw, asked: Told) -> list[tuple[str, str]]:
+        """Short questions for what else was told in the same way."""
+        others = [one for one in self.told if one is not asked and one.asks is asked.asks and one.label != asked.label]
+        return [(draw.pick(AND).format(n=one.label), one.answer) for one in others]
 
     def miss(self, draw: Draw) -> Miss | None:
-        """A question that few prompts answer."""
-        return Miss(capital(self.style.filled(draw.pick(UNKNOWN["asked"]), {})), "")
+        """None: what these lists leave open is asked by `asked_by_name`."""
+        return None
+
+
+def asked_by_name(draw: Draw) -> tuple[str, tuple[str, ...]]:
+    """A question for a row of any list by its name, and all that a prompt could call the row."""
+    kind = draw.pick(KINDS)
+    row = draw.pick(LISTS[LIST_OF.get(kind, kind)])
+    names = row.second if kind == "teams" else row.names
+    name = draw.pick(names)
+    second = draw.pick(row.names if kind == "teams" else row.second or row.names)
+    return framed(draw.pick(FRAMES[kind]["ask"]), named(name, second)), (*row.names, *row.second)
 
 
 class Facts(Needs):
