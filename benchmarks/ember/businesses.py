@@ -26,6 +26,7 @@ from benchmarks.ember.everyday import (
     Payers,
     Prices,
     Style,
+    stems,
 )  # fmt: skip
 from benchmarks.ember.facts import AND_ON, CLOSES, OPEN_ON, OPENS, Ask, Miss, Section, capital, listed
 from benchmarks.ember.needs import Facts, Listed, Needs, asked_by_name
@@ -620,6 +621,9 @@ THINGS: Final = tuple(
 )  # fmt: skip
 
 
+SENTENCE_END: Final = re.compile(r"\n|(?<=[a-z0-9][.!;|]) ")
+
+
 class Business:
     """A system prompt of about `size` tokens about one business, and what can be asked about it."""
 
@@ -636,12 +640,16 @@ class Business:
         lines = draw.maybe(0.45)
         self.sections: list[Section] = []
         self.labels: list[str] = []
-        room = max(2, size // 22)
+        room, told = max(2, size // 22), list[set[str]]()
         while room > 0:
             made = self._section(draw, style, place, lines, room)
-            if any(label and label in self.labels for label in made.labels):
-                room -= 1
+            about = [stems(line) for line in SENTENCE_END.split(made.text)]
+            if any(label and label in self.labels for label in made.labels) or any(
+                len(one & other) > 1 for one in about for other in told
+            ):
+                room -= 1  # a question about the one might be answered by the other
                 continue
+            told += about
             self.sections.append(made)
             self.labels += made.labels
             room -= max(1, len(made.text) // 60)
@@ -671,7 +679,9 @@ class Business:
             parts: list[str] = []
             for made in self.sections:
                 apart = "\n" in made.text and not isinstance(made, (Matters, Needs))
-                parts.append(f"\n{made.text}\n" if apart else made.text.replace("\n", " "))
+                text = made.text.replace("\n", " ")
+                ended = text if text.endswith((".", "!", "?")) else text + "."
+                parts.append(f"\n{made.text}\n" if apart else ended)
             return (
                 " ".join([lead if lead.endswith((".", "!")) else f"{lead}\n", *parts])
                 .replace("\n ", "\n")
@@ -702,7 +712,9 @@ class Business:
             return question if is_strange(question, self.text) else None
         if roll < 0.65:
             question, row = asked_by_name(draw)
-            return capital(self.style.filled(question, {})) if is_strange(" ".join((question, *row)), self.text) else None
+            return (
+                capital(self.style.filled(question, {})) if is_strange(" ".join((question, *row)), self.text) else None
+            )
         if isinstance(own, Needs):
             own = Matters(draw, self.style, 1, False)
         missed = own.miss(draw)

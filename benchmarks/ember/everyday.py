@@ -513,6 +513,61 @@ PAIRS: Final = (
         "The {c} {t} costs {p}.",
     ),
     (
+        ("month", "deposit"),
+        (
+            "What is the {c} for the {t}?",
+            "How much is the {t}? I mean the {c}.",
+            "{t}, {c}?",
+            "How high is the {c} of the {t}?",
+            "What do I pay as the {c} for the {t}?",
+        ),
+        "The {c} for the {t} is {p}.",
+    ),
+    (
+        ("single", "return"),
+        (
+            "How much is a {c} with the {t}?",
+            "What does the {t} cost as a {c}?",
+            "{t}, {c}, how much?",
+            "I need a {c} for the {t}.",
+            "What's the {c} price of the {t}?",
+        ),
+        "The {t} costs {p} as a {c}.",
+    ),
+    (
+        ("weekdays", "weekends"),
+        (
+            "How much is the {t} on {c}?",
+            "What does the {t} cost on {c}?",
+            "What do we pay for the {t} on {c}?",
+            "{t} on {c}?",
+            "I'd like the {t} on {c}. How much?",
+        ),
+        "The {t} costs {p} on {c}.",
+    ),
+    (
+        ("summer", "winter"),
+        (
+            "How much is the {t} in {c}?",
+            "What does the {t} cost in {c}?",
+            "We come in {c}. What is the {t}?",
+            "{t} in {c}, price?",
+            "What would the {t} be in {c}?",
+        ),
+        "The {t} costs {p} in {c}.",
+    ),
+    (
+        ("half a day", "a full day"),
+        (
+            "How much is the {t} for {c}?",
+            "What does the {t} cost for {c}?",
+            "I need the {t} for {c}. What's that?",
+            "What do I pay for {c} with the {t}?",
+            "{t}, {c}?",
+        ),
+        "The {t} costs {p} for {c}.",
+    ),
+    (
         ("members", "guests"),
         (
             "How much is the {t} for {c}?",
@@ -617,7 +672,9 @@ class Prices:
             place = draw.number(0, 1)
             column, cost = self.pair[0][place], (self.costs, self.second)[place][name]
             form = draw.pick(self.pair[1])
-            return Ask(capital(form.format(t=name, c=column)), self.pair[2].format(t=name, c=column, p=cost), {"price": cost})
+            return Ask(
+                capital(form.format(t=name, c=column)), self.pair[2].format(t=name, c=column, p=cost), {"price": cost}
+            )
         short = (
             name.split(" of ")[0]
             if draw.maybe(0.3) and sum(name.split(" of ")[0] in other for other in self.names) == 1
@@ -631,7 +688,9 @@ class Prices:
             )
             for other in others
         ]
-        return Ask(capital(draw.phrase(PRICES).format(t=short)), self._answer(name), {"price": self.costs[name]}, follows)
+        return Ask(
+            capital(draw.phrase(PRICES).format(t=short)), self._answer(name), {"price": self.costs[name]}, follows
+        )
 
     def _answer(self, name: str) -> str:
         return f"The {name} costs {self.costs[name]}."
@@ -645,9 +704,10 @@ class Prices:
 
 
 PAYERS: Final = _list(
-    "adults;children;students;families;pensioners;members;groups;locals;under fives;teenagers;children under 12;children under 6;school classes;visitors;seniors;couples;beginners;residents;guests;apprentices;two people;babies"
+    "foot passengers;cars;motorbikes;caravans;lorries;cyclists;dogs;under tens;over 65s;day visitors;campers;one person;large dogs;small boats;trailers;walkers;hotel guests;non-members;nurses;soldiers;unemployed people;adults;children;students;families;pensioners;members;groups;locals;under fives;teenagers;children under 12;children under 6;school classes;visitors;seniors;couples;beginners;residents;guests;apprentices;two people;babies"
 )
 SINGLES: Final = {
+    "foot passengers": "a foot passenger", "cars": "a car", "motorbikes": "a motorbike", "caravans": "a caravan", "cyclists": "a cyclist", "dogs": "a dog", "day visitors": "a day visitor", "non-members": "a non-member", "nurses": "a nurse", "trailers": "a trailer",
     "adults": "an adult", "children": "a child", "students": "a student", "families": "a family", "pensioners": "a pensioner", "members": "a member", "groups": "a group", "locals": "a local", "teenagers": "a teenager", "visitors": "a visitor", "seniors": "a senior",
     "couples": "a couple", "beginners": "a beginner", "residents": "a resident", "guests": "a guest", "apprentices": "an apprentice", "school classes": "a school class", "babies": "a baby",
 }  # fmt: skip
@@ -668,6 +728,14 @@ PAY: Final = (
     "How much is a ticket for {g}?",
     "What is it for {g}?",
     "And {g}, what do they pay?",
+    "What's the fare for {g}?",
+    "How much do you take for {g}?",
+    "What do you charge for {g}?",
+    "Price for {g}?",
+    "{g}: how much?",
+    "How expensive is it for {g}?",
+    "What's the price for {g}, please?",
+    "What does it come to for {g}?",
 )
 
 
@@ -720,15 +788,15 @@ class Payers:
 
     def ask(self, draw: Draw) -> Ask:
         one = draw.pick(list(self.costs))
-        question = draw.phrase(PAY).format(g=one)
+        question = capital(draw.pick(PAY).format(g=one))
         if one in SINGLES and draw.maybe(0.4):
-            question = capital(draw.phrase(PAY_AS_ONE).format(s=SINGLES[one]))
-        return Ask(question, capital(f"{one} pay {self.costs[one]}."))
+            question = capital(draw.pick(PAY_AS_ONE).format(s=SINGLES[one]))
+        return Ask(question, capital(f"{one} pay {self.costs[one]}."), {"price": self.costs[one]})
 
     def miss(self, draw: Draw) -> Miss | None:
         one = draw.pick(PAYERS)
         return (
             None
             if any(one in other or other in one for other in self.costs)
-            else Miss(draw.phrase(PAY).format(g=one), one)
+            else Miss(capital(draw.pick(PAY).format(g=one)), one)
         )

@@ -5,23 +5,35 @@ sentence or the line that says it, or its part where one sentence speaks of seve
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from benchmarks.ember.everyday import Style, answers_it, is_about
 from benchmarks.ember.facts import Ask, Miss, capital, listed
 from benchmarks.ember.values import Draw
 from benchmarks.ember.written import FACTS, FRAMES, LISTS, Entry, Fact
 
+T = TypeVar("T")
+
 KINDS: Final = (
     "people", "people", "teams", "phones", "mails", "helpers", "places", "never", "never", "limits", "howtos", "times", "rates", "rates", "rates",
 )  # fmt: skip
 LIST_OF: Final = {"phones": "contacts", "mails": "contacts", "helpers": "contacts", "never": "rules", "limits": "rules"}
-TOGETHER: Final = {"rates": 0.7, "teams": 0.75, "times": 0.5, "people": 0.35, "places": 0.35, "limits": 0.15, "never": 0.1}
+TOGETHER: Final = {
+    "rates": 0.7,
+    "teams": 0.75,
+    "times": 0.5,
+    "people": 0.35,
+    "places": 0.35,
+    "limits": 0.15,
+    "never": 0.1,
+}
 TOPICS: Final[dict[str, tuple[Fact, ...]]] = {
-    topic: tuple(fact for fact in FACTS if fact.topic == topic) for topic in sorted({fact.topic for fact in FACTS})
+    topic: tuple(fact for fact in FACTS if fact.topic == topic) for topic in dict.fromkeys(fact.topic for fact in FACTS)
 }
 TOPIC_NAMES: Final = tuple(TOPICS)
+NEAR: Final = 8
 PREPOSITIONS: Final = re.compile(r" (?:of|for|in|on|with|without|from|to|at|by|a|per|after|before|under|during) ")
 MANY: Final = frozenset(("children", "people", "women", "men", "clothes"))
 NAMING: Final = frozenset(("climbing", "swimming", "changing", "vending", "charging", "parking", "drinking", "skating", "sleeping", "meeting", "visiting", "opening"))  # fmt: skip
@@ -64,6 +76,14 @@ def named(name: str, second: str) -> dict[str, str]:
     verbs = {one: many if plural else one for one, many in PLURAL_VERBS}
     verbs["Is"] = capital(verbs["is"])
     return {"n": name, "N": capital(name), "s": second, "S": capital(second), **verbs}
+
+
+def neighbours(draw: Draw, rows: Sequence[T], count: int) -> list[T]:
+    """A few rows, half the time of those that stand near each other, as what one business says does."""
+    if draw.maybe(0.5):
+        middle = int(draw.chance() * len(rows))
+        rows = rows[max(0, middle - NEAR) : middle + NEAR]
+    return draw.few(rows, count)
 
 
 def to_guest(doing: str) -> str:
@@ -132,7 +152,7 @@ class Facts(Needs):
 
     def __init__(self, draw: Draw, style: Style, count: int, lines: bool) -> None:
         super().__init__(style)
-        for topic in draw.few(TOPIC_NAMES, count):
+        for topic in neighbours(draw, TOPIC_NAMES, count):
             for fact in draw.few(TOPICS[topic], 2 if draw.maybe(0.25) else 1):
                 fitting = [one for one in fact.sayings if one.startswith("~") == lines] or fact.sayings
                 form, values = draw.pick(fitting), dict[str, str]()
@@ -140,7 +160,8 @@ class Facts(Needs):
                 asks = fact.questions
                 if fact.mixed:
                     asks = tuple(one for one in asks if answers_it(one, form) and is_about(fact.sayings, one, text))
-                self.told.append(Told(topic, ended(text), asks or ("Tell me about it.",), ({},), (), (), values))
+                label = "hours" if topic.startswith("hours") else topic
+                self.told.append(Told(label, ended(text), asks or ("Tell me about it.",), ({},), (), (), values))
         bare = lines and draw.maybe(0.8)
         self.text = "\n".join(one.answer.removesuffix(".") if bare else one.answer for one in self.told)
 
@@ -165,7 +186,7 @@ class Listed(Needs):
     def _chosen(self, draw: Draw, rows: tuple[Entry, ...], count: int) -> list[Entry]:
         count = max(2, min(count, 4)) if draw.maybe(0.7) else 1
         if self.kind != "teams":
-            return draw.few(rows, count)
+            return neighbours(draw, rows, count)
         team = draw.pick(rows)
         verb = (draw.pick(team.names),)
         return [Entry((one,), verb, team.needs) for one in draw.few(team.second, max(2, count))]

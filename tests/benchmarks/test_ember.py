@@ -157,7 +157,9 @@ def test_a_question_about_another_saying_of_its_matter_is_told_apart(question: s
 
 def test_each_matter_leaves_questions_for_most_of_what_it_says() -> None:
     for key, sayings, questions in ROWS:
-        asked = [any(answers_it(one, saying) and is_about(sayings, one, saying) for one in questions) for saying in sayings]
+        asked = [
+            any(answers_it(one, saying) and is_about(sayings, one, saying) for one in questions) for saying in sayings
+        ]
         assert sum(asked) > len(sayings) / 2, key
 
 

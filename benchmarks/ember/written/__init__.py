@@ -62,8 +62,6 @@ FRAMES: Final[dict[str, dict[str, tuple[str, ...]]]] = {
 }
 LISTS: Final[dict[str, tuple[Entry, ...]]] = {kind: entries(text) for kind, text in read("lists").items()}
 FACTS: Final = tuple(
-    fact
-    for name in sorted(path.stem for path in FOLDER.glob("facts_*.toml"))
-    for fact in facts(read(name))
+    fact for name in sorted(path.stem for path in FOLDER.glob("facts_*.toml")) for fact in facts(read(name))
 )
 UNKNOWN: Final[dict[str, tuple[str, ...]]] = {name: split(text, "\n") for name, text in read("unknown").items()}
