@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from benchmarks.ember.everyday import Style, answers_it, is_about
+from benchmarks.ember.everyday import PAYERS, Style, answers_it, is_about
 from benchmarks.ember.facts import Ask, Miss, capital, listed
 from benchmarks.ember.values import Draw
 from benchmarks.ember.written import FACTS, FRAMES, LISTS, Entry, Fact
@@ -34,6 +34,7 @@ TOPICS: Final[dict[str, tuple[Fact, ...]]] = {
 }
 TOPIC_NAMES: Final = tuple(TOPICS)
 NEAR: Final = 8
+ARTICLE: Final = re.compile(r"^(?:an?|the) ")
 PREPOSITIONS: Final = re.compile(r" (?:of|for|in|on|with|without|from|to|at|by|a|per|after|before|under|during) ")
 MANY: Final = frozenset(("children", "people", "women", "men", "clothes"))
 NAMING: Final = frozenset(("climbing", "swimming", "changing", "vending", "charging", "parking", "drinking", "skating", "sleeping", "meeting", "visiting", "opening"))  # fmt: skip
@@ -199,6 +200,10 @@ class Listed(Needs):
         names, values = named(row.names[place], to_guest(second)), dict[str, str]()
         text = self.style.filled(framed(form, names), values)
         said = text if answer is None else self.style.filled(framed(answer, names), values)
+        if self.kind == "rates":  # as everyday.Prices and everyday.Payers answer
+            bare = ARTICLE.sub("", names["n"])
+            said = f"{capital(bare)} pay" if bare in PAYERS else f"The {bare} {names['costs']}"
+            said += f" {values['price']}"
         asked = tuple(named(name, one) for name in row.names for one in seconds)
         frames = self.frames
         self.told.append(
