@@ -23,7 +23,7 @@ from gateway.declared_problems import advised, declared_problem
 from gateway.identity.cell_settings import CellsConfig
 from gateway.identity.settings import ClusterConfig
 from gateway.origins import origin_problem
-from gateway.settings_lines import line_of_error, line_of_text, readable_part
+from gateway.settings_lines import line_of_error, line_of_text, readable_part, readable_text
 from gateway.telemetry_settings import LogConfig, TelemetryConfig
 from tenants.auth.issuers import Issuer
 from tenants.store.settings import StoreConfig
@@ -33,7 +33,6 @@ _LONGEST_SOCKET_NAME = "/ffffffffffff-999.sock"
 CONFIG_NAME = "hearth.toml"
 DEVICE_PATTERN = "^(auto|cpu|cuda|cuda:[0-9]{1,2})$"
 _Positive = Annotated[int, Meta(ge=1)]
-_FABRIC = "^([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?)?$"
 _NotNegative = Annotated[float, Meta(ge=0)]
 _Ranks = Annotated[int, Meta(ge=1, le=64)]
 _Context = Annotated[int, Meta(ge=16)]
@@ -41,6 +40,7 @@ _StepTokens = Annotated[int, Meta(ge=16, le=65536)]
 _Waiting = Annotated[int, Meta(ge=1, le=65536)]
 _Sequences = Annotated[int, Meta(ge=1, le=4096)]
 _HostName = Annotated[str, Meta(pattern=r"^(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?$", max_length=255)]
+_Fabric = Annotated[str, Meta(pattern="^([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?)?$")]
 _Section = TypeVar("_Section", bound=msgspec.Struct)
 
 
@@ -156,7 +156,7 @@ class MachineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_folder: Annotated[
         str | None, _doc("folder on a fast disk for models' disk_kv_bytes; default below state_folder")
     ] = None
-    fabric: Annotated[str, _doc("like rack-1; hosts of one write KV by NIXL, unencrypted", pattern=_FABRIC)] = ""
+    fabric: Annotated[_Fabric, _doc("like rack-1; hosts of one write KV by NIXL, unencrypted")] = ""
 
 
 class PriceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -396,9 +396,7 @@ def load_readable(path: str | None, state_folder: str | None) -> Config:
     """What can be read of a file that is wrong, models left out: the tables before the line that is no TOML, else none
     but the state folder."""
     file = Path(path or CONFIG_NAME)
-    text = ""
-    with contextlib.suppress(OSError):
-        text = file.read_text(errors="replace")
+    text = readable_text(file)
     for part in (text, readable_part(text)):
         with contextlib.suppress(tomllib.TOMLDecodeError, msgspec.ValidationError):
             document = {name: value for name, value in tomllib.loads(part).items() if name != "models"}

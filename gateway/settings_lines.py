@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 _HEADER: Final = re.compile(r"^\s*(\[\[?)\s*([A-Za-z0-9_.\"' -]+?)\s*\]\]?\s*(#.*)?$")
@@ -43,6 +44,14 @@ def readable_part(text: str) -> str:
         heads = [number for number, each in enumerate(lines) if each.lstrip().startswith("[")]
         return "\n".join(lines[: heads[-1] if heads else 0])
     return ""
+
+
+def readable_text(file: Path) -> str:
+    """The file's text; nothing where it cannot be read."""
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _places(text: str) -> Iterator[tuple[int, _Place]]:
