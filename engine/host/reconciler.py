@@ -189,8 +189,7 @@ class PlacementReconciler:
             fabric=self._spec.fabric,
         )
         replica.devices = placement.devices
-        peers = self._devices if spec.model.handover_bytes else []
-        if not replica.supervisor.start(spec, environment_on(devices, peers), now):
+        if not replica.supervisor.start(spec, environment_on(devices), now):
             self._counts["start_failed"] += 1
             return
         if whole_device:

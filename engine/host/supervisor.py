@@ -227,9 +227,8 @@ class ReplicaSupervisor:
             return False
         os.set_blocking(self.process.output, False)
         self._selector.register(self.process.output, selectors.EVENT_READ, self._read_output)
-        seen = environment.get(VISIBLE_DEVICES_VARIABLE, "").split(",")
-        gpu = ",".join(seen[: spec.model.gpus * spec.model.stages])  # the rest it only reaches
-        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **({"gpu": gpu} if gpu else {}))
+        gpu = {"gpu": environment[VISIBLE_DEVICES_VARIABLE]} if VISIBLE_DEVICES_VARIABLE in environment else {}
+        log("replica_started", model=self.name, pid=self.process.pid, boot=self.boot, **gpu)
         return True
 
     def poll(self, now: float) -> None:

@@ -87,13 +87,11 @@ def gpu_devices(spec: MachineSpec, names: list[str], environment: dict[str, str]
     return devices
 
 
-def environment_on(devices: Sequence[HostDevice], peers: Sequence[HostDevice] = ()) -> dict[str, str]:
-    """What a process on all of these devices has beyond this one's own environment: it sees them in this order, and
-    behind them the `peers`, whose memory it maps: a driver reaches a GPU that it does not see by PCIe alone."""
+def environment_on(devices: Sequence[HostDevice]) -> dict[str, str]:
+    """What a process on all of these devices has beyond this one's own environment: it sees them in this order."""
     environment = dict(devices[0].environment)
     if gpus.VISIBLE_DEVICES_VARIABLE in environment:
-        seen = [*devices, *(peer for peer in peers if peer not in devices)]
-        environment[gpus.VISIBLE_DEVICES_VARIABLE] = ",".join(device.name for device in seen)
+        environment[gpus.VISIBLE_DEVICES_VARIABLE] = ",".join(device.name for device in devices)
     return environment
 
 

@@ -1,5 +1,5 @@
-"""Two replicas of one model, each on a GPU of its own that sees the other one behind it, as an agent starts them; or
-two of the built-in model on this CPU, with host memory in the place of the GPUs'."""
+"""Two replicas of one model, each on a GPU of its own that sees no other one, as an agent starts them; or two of the
+built-in model on this CPU, with host memory in the place of the GPUs'."""
 
 import sys
 from collections.abc import Iterator
@@ -46,10 +46,7 @@ def _started(device: str, kept: Path, folder: Path) -> Iterator[tuple[MovingRepl
         for number in range(2):
             here = folder / str(number)
             here.mkdir(parents=True, exist_ok=True)
-            environment = {
-                "CUDA_VISIBLE_DEVICES": f"{number},{1 - number}",
-                KERNEL_CACHE_VARIABLE: str(kept / "kernels"),
-            }
+            environment = {"CUDA_VISIBLE_DEVICES": str(number), KERNEL_CACHE_VARIABLE: str(kept / "kernels")}
             replica = MovingReplica(
                 [sys.executable, str(PROGRAM)], here, spec, str(here / "marks"), device=device,
                 environment=environment if device == "cuda" else None, start_s=START_S,

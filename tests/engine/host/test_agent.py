@@ -292,21 +292,6 @@ def test_a_model_of_two_ranks_gets_two_gpus_and_one_of_three_is_refused_by_name(
         assert (wide.ready_ms, wide.boot) == (-1, 0)
 
 
-def test_a_model_whose_kv_moves_sees_the_other_gpus_behind_its_own(
-    short: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
-    with hosting(short, {"a": "serve"}) as host:
-        host.ask(host.model("a"), host.model("m", handover_bytes=1 << 20), host.model("p", gpus=2, handover_bytes=1))
-        own = {name: environment(host, name)["CUDA_VISIBLE_DEVICES"] for name in "amp"}
-        assert own["a"] in ("3", "5", "6")
-        assert {*(own["m"] or "").split(",")} == {*(own["p"] or "").split(",")} == {"3", "5", "6"}
-        for name, count in (("m", 1), ("p", 2)):
-            devices = host.until(name, lambda state: state.devices != []).devices
-            assert (own[name] or "").split(",")[:count] == [("3", "5", "6")[device] for device in devices]
-        assert '"gpu": "3,5,6"' not in host.log, "its log names its own"
-
-
 def test_one_gpu_may_be_named_and_the_users_cache_is_left_alone(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/their/own")
