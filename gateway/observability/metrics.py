@@ -208,7 +208,7 @@ _TIER_COUNTERS: Final = {
         ("sent_blocks", "KV blocks sent to other replicas"),
         ("window_blocks", "KV blocks of these that one GPU copied to another"),
         ("fabric_blocks", "KV blocks of these that NIXL wrote over the hosts' fabric"),
-        ("off_fabric", "Sequences that went over the socket, in part or in whole, though their host has a fabric"),
+        ("off_fabric", "Sequences that went by TCP, in part or in whole, though their host has a fabric"),
         ("claimed_blocks", "KV blocks of other replicas that sequences went on with"),
         ("corrupt_blocks", "KV blocks that came otherwise than they were sent, and were computed again"),
         ("lapsed", "Sequences whose KV came, and which did not in time"),

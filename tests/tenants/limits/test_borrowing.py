@@ -231,7 +231,7 @@ async def test_usage_that_comes_after_a_lease_was_returned_is_charged_at_home_as
 async def test_a_budget_that_is_used_up_at_home_is_refused_here_in_its_words(cells: Cells) -> None:
     await cells.call("r1", tokens=2_000)
     with pytest.raises(
-        QuotaExceeded, match=r"neurons, and 0\.0 of today's 0\.0 of account ann are used or reserved"
+        QuotaExceeded, match=r"neurons, and 0\.002 of today's 0\.002 of account ann are used or reserved"
     ) as over:
         await cells.call("r2")
     assert over.value.limit == "neurons_per_day"
