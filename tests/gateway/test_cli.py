@@ -166,7 +166,9 @@ def test_help_is_quick_since_it_imports_no_command() -> None:
 )
 def test_what_starts_replicas_imports_nothing_of_theirs_or_the_gateways(imports: str, unneeded: set[str]) -> None:
     program = f"import sys, {imports}; print(*sys.modules)"
-    imported = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.split()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.split()
     assert set(imports.split(", ")) <= set(imported)
     assert not (unneeded | {"torch", "numpy", "triton", "redis", "sqlite3"}) & set(imported)
 

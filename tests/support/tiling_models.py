@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 from transformers import Llama4Config, Llama4ForConditionalGeneration
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
@@ -66,9 +67,11 @@ def tile_pixels(tiles: Sequence[Image]) -> Tensor:
 
 
 def tile_logits(model: Llama4ForConditionalGeneration, ids: Sequence[int], tiles: Sequence[Image]) -> Tensor:
-    """The library's logits behind each of these ids."""
+    """The library's logits behind each of these ids. Version 5.24 asks its text model's output for a member that this
+    does not have: it has one here."""
     pixels = tile_pixels(tiles) if tiles else None
-    return model(torch.tensor([ids]), pixel_values=pixels).logits[0].clone()
+    with patch.object(MoeCausalLMOutputWithPast, "image_outputs", None, create=True):
+        return model(torch.tensor([ids]), pixel_values=pixels).logits[0].clone()
 
 
 def greedy_tiling(
