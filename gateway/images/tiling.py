@@ -3,9 +3,8 @@ pixels and no requests.
 """
 
 import math
+import struct
 from typing import NamedTuple
-
-import numpy as np
 
 
 class _Bound(NamedTuple):
@@ -26,7 +25,8 @@ class _Bound(NamedTuple):
 
 
 def _single(number: float) -> float:
-    return float(np.float32(number))
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
 
 
 class PictureLayout(NamedTuple):
