@@ -39,8 +39,10 @@ def require_sizes(model: ModelSpec, spans: Items[KeySpan], device: str) -> None:
             f"block_tokens {model.block_tokens} is for CPUs where layers see a window: a GPU reads KV of {KEYS_UNIT} "
             "tokens at once, set no less"
         )
-    if model.host_kv_bytes and (model.gpus * model.stages > 1 or any(span != FULL for span in spans)):
-        raise DoesNotFit("host_kv_bytes is for models in one process whose layers all see everything: leave it out")
+    if model.host_kv_bytes and (model.stages > 1 or any(span != FULL for span in spans)):
+        raise DoesNotFit("host_kv_bytes is for models in one stage whose layers all see everything: leave it out")
+    if model.disk_kv_bytes and model.gpus > 1:
+        raise DoesNotFit("disk_kv_bytes is for models on one GPU: leave it out")
     if model.disk_kv_bytes and not (model.host_kv_bytes and model.disk_kv_folder):
         raise DoesNotFit("disk_kv_bytes is for what host memory has no more room for: set host_kv_bytes too")
     if device == "cpu" and model.kv_dtype == "fp8":

@@ -65,6 +65,7 @@ class SlotTier:
         self._copies = DeviceStream(stream.device)
         self._scatters = DeviceStream(stream.device)
         self._pinned = PinnedMemory(driver, self.max_bytes)
+        self.shrink = self._pinned.shrink  # takes back what `grow` added last, and nobody used
         size = (self.piece_slots, shape.layers, shape.layer_block_bytes)
         # What is on its way lies in memory that is there from the start, so that copies take none.
         memory = torch.empty(2 * _STAGINGS, *size, dtype=torch.uint8, device=stream.device).unbind()
@@ -137,6 +138,10 @@ class SlotTier:
         arrival = self._scatters.mark()
         arrival.set()
         return arrival
+
+    def join(self, load: StreamEvent) -> None:
+        """Has steps that are launched from now on begin behind a load: the host need not see it end."""
+        self._stream.follow(load)
 
     def copied(self) -> StreamEvent:
         """As in BlockTier."""

@@ -54,6 +54,11 @@ class PinnedMemory:
         self.pieces.append(piece)
         return piece
 
+    def shrink(self) -> None:
+        """Gives the last piece back, which nothing copies from or to."""
+        self._driver.unregister(self.pieces.pop().data_ptr())
+        self._region.unmap([len(self.pieces)])
+
     def clear(self, count: int) -> None:
         """Zeroes the first so many pieces, in threads; `wait` says when that is done."""
         self._clearing += [self._threads.submit(piece.numpy().fill, 0) for piece in self.pieces[:count]]

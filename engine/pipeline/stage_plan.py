@@ -45,8 +45,9 @@ def stage_shares(model: ModelSpec, source: WeightSource, rank: int = 0) -> list[
             own = own.cut(RankShard(rank, model.gpus), cut_embedding=True)
         kv_bytes = None if model.kv_bytes is None else model.kv_bytes // model.gpus * len(layers) // whole
         spec = msgspec.structs.replace(
-            model, kv_bytes=kv_bytes, kept_kv_bytes=model.kept_kv_bytes // model.gpus * len(layers) // whole
-        )
+            model, kv_bytes=kv_bytes, kept_kv_bytes=model.kept_kv_bytes // model.gpus * len(layers) // whole,
+            host_kv_bytes=model.host_kv_bytes // model.gpus,
+        )  # fmt: skip
         dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else source.dtype
         shapes = group_shapes(kv_shape(config, model.block_tokens, dtype), config.kv_groups)
         shares.append(StageShare(own, spec, tuple(shape.block_bytes for shape in shapes)))

@@ -83,7 +83,8 @@ class CpuRankPart:
 def share_of(model: ModelSpec, ranks: int) -> ModelSpec:
     """What the spec means for one rank of so many that have the same layers."""
     kv_bytes = None if model.kv_bytes is None else model.kv_bytes // ranks
-    return msgspec.structs.replace(model, kv_bytes=kv_bytes, kept_kv_bytes=model.kept_kv_bytes // ranks)
+    kept_bytes, host_bytes = model.kept_kv_bytes // ranks, model.host_kv_bytes // ranks
+    return msgspec.structs.replace(model, kv_bytes=kv_bytes, kept_kv_bytes=kept_bytes, host_kv_bytes=host_bytes)
 
 
 def _of_layers(share: ModelSpec, own: int, whole: int) -> ModelSpec:

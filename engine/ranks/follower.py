@@ -1,12 +1,15 @@
 """A follower's side of a model of several ranks: it does what rank 0 says, in that order, and decides nothing."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from engine.kvcache.slot_tier import SlotTier
 from engine.memory.errors import OutOfHostMemory
+from engine.memory.streams import StreamEvent
 from engine.ranks.board import RankBoard
 from engine.ranks.command_ring import COMPUTES, Command, CommandKind, CommandReader
 from engine.ranks.leader import REFUSALS
@@ -37,6 +40,7 @@ class FollowerModel:
         self._head = head
         self._memory = memory
         self._graphs = graphs
+        self._loads: deque[StreamEvent] = deque()
 
     def apply(self, command: Command) -> None:
         """Does a command. Raises what REFUSALS name where nothing has changed, and all else where something has."""
@@ -60,6 +64,8 @@ class FollowerModel:
                 assert self._graphs is not None
                 captures = command.kind == CommandKind.CAPTURE
                 (self._graphs.capture if captures else self._graphs.drop)(payload[0], payload[1])
+            case kind if kind >= CommandKind.TIER_GROW:
+                self._apply_to_tier(kind, payload)
             case kind:
                 memory, blocks = self._memory.memories[payload[0]], payload[1]
                 match kind:
@@ -73,6 +79,26 @@ class FollowerModel:
                         memory.unmap(blocks)
                     case _:
                         raise ValueError(f"command {kind!r} to a model that is open")
+
+    def _apply_to_tier(self, kind: CommandKind, payload: list[Any]) -> None:
+        tier = self._memory.tier
+        assert isinstance(tier, SlotTier)
+        match kind:
+            case CommandKind.TIER_GROW:
+                if not tier.grow():
+                    raise OutOfHostMemory("the host has no more memory for KV")
+            case CommandKind.TIER_SHRINK:
+                tier.shrink()
+            case CommandKind.TIER_ZERO:
+                tier.zero(payload[0])
+            case CommandKind.TIER_STORE:
+                tier.store(payload[0], payload[1])
+            case CommandKind.TIER_LOAD:
+                self._loads.append(tier.load(payload[0], payload[1]))
+            case CommandKind.TIER_JOIN:
+                tier.join(self._loads.popleft())
+            case _:
+                raise ValueError(f"command {kind!r} to a tier")
 
     @property
     def device_bytes(self) -> int:

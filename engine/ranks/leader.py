@@ -8,16 +8,27 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import msgspec
 
+from engine.kvcache.slot_tier import SlotTier
+from engine.log import log
 from engine.memory.errors import CaptureFailed, OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.types import RankLoad
 from engine.ranks.command_ring import CommandKind, CommandWriter
 from engine.ranks.group import RankGroup, RankLost
 from engine.step.cost_model import CostModel
-from engine.step.executor import DecoderExecutor, DecoderMemory, InflightStep, LoadedModel, MemoryUsage, PagedMemory
+from engine.step.executor import (
+    Arrival,
+    DecoderExecutor,
+    DecoderMemory,
+    InflightStep,
+    LoadedModel,
+    MemoryUsage,
+    PagedMemory,
+)
 from engine.step.layout import Int32s, unpack_step
 from engine.step.limits import check_step
 
@@ -181,6 +192,73 @@ class RankedPagedMemory:
         self._commands.do(RankCommand(kind, (self._index, *payload), act))
 
 
+class RankedTier:
+    """A BlockTier of several ranks, each of which has its part of every block in slots of its own. `copied` speaks of
+    rank 0's."""
+
+    files = None
+
+    def __init__(self, local: SlotTier, commands: RankCommands) -> None:
+        self.copied = local.copied
+        self._local = local
+        self._commands = commands
+
+    @property
+    def slots(self) -> int:
+        return self._local.slots
+
+    @property
+    def max_slots(self) -> int:
+        return self._local.max_slots
+
+    def grow(self) -> bool:
+        """As in BlockTier, on all ranks or on none: where one has no more memory, none is asked again."""
+        if self.slots == self.max_slots:
+            return False
+        try:
+            self._commands.attempt(
+                RankCommand(CommandKind.TIER_GROW, (), self._grow_local),
+                RankCommand(CommandKind.TIER_SHRINK, (), self._local.shrink),
+            )
+        except OutOfHostMemory as error:
+            log("host_tier_stays_small", level="warning", bytes=self._local.held_bytes, error=str(error))
+            self._local.max_pieces = self.slots // self._local.piece_slots
+            return False
+        return True
+
+    def store(self, blocks: Items[int], slots: Items[int]) -> None:
+        self._do(CommandKind.TIER_STORE, partial(self._local.store, blocks, slots), [*blocks], [*slots])
+
+    def load(self, slots: Items[int], blocks: Items[int]) -> Arrival:
+        arrivals = list[Arrival]()
+        self._do(CommandKind.TIER_LOAD, lambda: arrivals.append(self._local.load(slots, blocks)), [*slots], [*blocks])
+        return RankedArrival(arrivals[0], self._commands)
+
+    def zero(self, slots: Items[int]) -> None:
+        self._do(CommandKind.TIER_ZERO, partial(self._local.zero, slots), [*slots])
+
+    def _grow_local(self) -> None:
+        if not self._local.grow():
+            raise OutOfHostMemory("the host has no more memory for KV")
+
+    def _do(self, kind: CommandKind, act: Callable[[], None], *payload: list[int]) -> None:
+        self._commands.do(RankCommand(kind, payload, act))
+
+
+class RankedArrival:
+    """A load of all ranks. The host sees rank 0's end; where it was waited for, the others launch steps behind theirs.
+    Loads are waited for in their order."""
+
+    def __init__(self, local: Arrival, commands: RankCommands) -> None:
+        self.passed = local.passed
+        self._local = local
+        self._commands = commands
+
+    def wait(self) -> None:
+        self._local.wait()
+        self._commands.say(CommandKind.TIER_JOIN)
+
+
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """What a stage takes of each of its devices: weights, and a block of each KV group."""
@@ -210,7 +288,7 @@ class RankedMemory:
             RankedPagedMemory(memory, index, commands, block_bytes)
             for index, (memory, block_bytes) in enumerate(zip(local.memories, sizes, strict=True))
         )
-        self.tier = None  # blocks of several ranks leave for no other memory
+        self.tier = RankedTier(local.tier, commands) if isinstance(local.tier, SlotTier) else None
         self.arrived = local.arrived
         self._local = local
         self._commands = commands

@@ -62,10 +62,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def opened(
-    folder: Path, gpus: int, parts: int | None = None, stall_s: float = 10.0
+    folder: Path, gpus: int, parts: int | None = None, stall_s: float = 10.0, **changes: Any
 ) -> Iterator[tuple[LoadedModel, Any]]:
     """The model and its ranks, None where it has one."""
-    model = spec(folder, gpus=gpus, context_tokens=512)
+    model = spec(folder, gpus=gpus, context_tokens=512, **changes)
     ranks = fork_ranks(model, "cpu", 1, parts, stall_s)
     if ranks is None:
         loaded = open_model(model, "cpu", 1, lambda: None)

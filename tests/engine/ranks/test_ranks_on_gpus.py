@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from engine.execution.open import inference_mode, open_model
+from engine.memory.pinned import PIECE_BYTES
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.ranks.fork import Ranks, fork_ranks
@@ -42,13 +43,13 @@ def said(function: str, *arguments: object) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def model_of(folder: str, gpus: int, stages: int) -> ModelSpec:
-    sizes = {"context_tokens": 256, "sequences": 8, "step_tokens": 128}
+def model_of(folder: str, gpus: int, stages: int, **settings: int) -> ModelSpec:
+    sizes = {"context_tokens": 256, "sequences": 8, "step_tokens": 128} | settings
     return spec(Path(folder), gpus=gpus, stages=stages, dtype="float32", **sizes)
 
 
-def opened(folder: str, gpus: int, stages: int) -> tuple[LoadedModel, Ranks | None]:
-    model = model_of(folder, gpus, stages)
+def opened(folder: str, gpus: int, stages: int, **settings: int) -> tuple[LoadedModel, Ranks | None]:
+    model = model_of(folder, gpus, stages, **settings)
     ranks = fork_ranks(model, "cuda", None)
     if ranks is None:
         return open_model(model, "cuda", None, lambda: None), None
@@ -81,6 +82,17 @@ def keeps(folder: str, gpus: int, stages: int) -> None:
         model, _ = opened(folder, gpus, stages)
         model.close()
         print(json.dumps(warm_up(model_of(folder, gpus, stages), "cuda", opening=False).found))
+
+
+def brings_back(folder: str, gpus: int) -> None:
+    """Prints true where each rank's part of blocks comes back from the host."""
+    with inference_mode():
+        model, _ = opened(folder, gpus, 1, host_kv_bytes=gpus * PIECE_BYTES)
+        from tests.engine.ranks.test_ranked_tier import require_parts_come_back  # behind the fork: it asks for a GPU
+
+        with closing(model):
+            require_parts_come_back(model, gpus)
+    print("true")
 
 
 def loses(folder: str, gpus: int, stages: int, number: int) -> None:
@@ -128,6 +140,10 @@ def test_two_gpus_answer_as_one_without_and_with_graphs(
 @pytest.mark.parametrize(("gpus", "stages"), [(2, 1), (1, 2)])
 def test_what_a_start_keeps_is_found(folder: str, gpus: int, stages: int) -> None:
     assert said("keeps", folder, gpus, stages) is True
+
+
+def test_blocks_of_two_ranks_come_back_from_the_host(folder: str) -> None:
+    assert said("brings_back", folder, 2) is True
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")

@@ -3,6 +3,7 @@ without it, nothing is left there that was wiped, and it lasts over a sleep."""
 
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -15,6 +16,8 @@ from engine.kv_blocks.block_pool import blocks_of
 from engine.protocol.frames import SetPlacement, Submit
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Residency, SamplingParams, SchedulingTerms, Scope, ScopeKind
+from engine.ranks.fork import fork_ranks
+from engine.ranks.open import open_ranked_model
 from engine.replica.open_scheduler import open_scheduler, open_validator
 from engine.replica.sleep_wake import SleepController
 from engine.scheduling.scheduler import Scheduler
@@ -84,19 +87,30 @@ class Turns:
         return any(rows in piece.numpy().tobytes() for piece in tier._pinned.pieces)
 
 
-@pytest.fixture
-def tiered() -> Iterator[Turns]:
-    spec = ember(host_kv_bytes=HOST_BYTES)
-    model = open_model(spec, "cpu", 1, lambda: None)
+@contextmanager
+def opened(spec: ModelSpec) -> Iterator[Turns]:
+    ranks = fork_ranks(spec, "cpu", 1)
+    model = (
+        open_model(spec, "cpu", 1, lambda: None) if ranks is None else open_ranked_model(spec, ranks, 1, lambda: None)
+    )
     yield Turns(model, spec)
     model.close()
 
 
-def test_texts_are_the_same_where_their_prompts_come_back_from_the_host(tiered: Turns) -> None:
-    spec = ember()
-    model = open_model(spec, "cpu", 1, lambda: None)
-    assert model.tier is None
-    bare = Turns(model, spec)
+@pytest.fixture
+def tiered() -> Iterator[Turns]:
+    with opened(ember(host_kv_bytes=HOST_BYTES)) as turns:
+        yield turns
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_texts_are_the_same_where_their_prompts_come_back_from_the_host(gpus: int) -> None:
+    with opened(ember(gpus=gpus)) as bare, opened(ember(gpus=gpus, host_kv_bytes=gpus * HOST_BYTES)) as tiered:
+        require_like(bare, tiered, gpus * HOST_BYTES)
+
+
+def require_like(bare: Turns, tiered: Turns, host_bytes: int) -> None:
+    assert bare.model.tier is None
     ids = [0, 1, 2, 0, 2, 1]
     plain, kept = ([turns.text(turn, PROMPTS[id]) for turn, id in enumerate(ids)] for turns in (bare, tiered))
     assert [text for text, _ in kept] == [text for text, _ in plain]
@@ -106,9 +120,8 @@ def test_texts_are_the_same_where_their_prompts_come_back_from_the_host(tiered: 
     assert tiered.counted("host_stored_blocks") >= 9
     assert tiered.counted("host_saved_ms") >= 0
     usage = tiered.model.sleeper.usage()
-    assert usage.memory_bytes >= usage.kept_bytes >= HOST_BYTES
-    assert usage.standby_bytes >= HOST_BYTES
-    model.close()
+    assert usage.memory_bytes >= usage.kept_bytes >= host_bytes
+    assert usage.standby_bytes >= host_bytes
 
 
 def test_a_canary_is_gone_from_host_memory_when_its_scope_is_wiped(tiered: Turns) -> None:
@@ -148,6 +161,13 @@ def test_what_was_cached_is_found_after_a_sleep_and_what_was_in_the_host_too(tie
     assert [tiered.text(10 + id, PROMPTS[id]) for id in range(3)] == [(text, 144) for text in texts]
 
 
-def test_models_that_have_no_tier_say_so() -> None:
-    with pytest.raises(DoesNotFit, match="host_kv_bytes is for models in one process"):
-        open_model(ember(host_kv_bytes=HOST_BYTES, gpus=2), "cpu", 1, lambda: None)
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"stages": 2}, "host_kv_bytes is for models in one stage"),
+        ({"gpus": 2, "disk_kv_bytes": 1 << 30}, "disk_kv_bytes is for models on one GPU"),
+    ],
+)
+def test_models_that_have_no_tier_say_so(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DoesNotFit, match=reason):
+        open_model(ember(host_kv_bytes=HOST_BYTES, **changes), "cpu", 1, lambda: None)
