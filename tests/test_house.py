@@ -371,7 +371,8 @@ BOUNDS: Final = {
     # packed where rows are written, in tiles and by measured tables, and for one row's experts without a list; 1,063
     # for KV from GPU to GPU, 20 for what a sender zeroes; 1,425 for stages on GPUs; 325 for few rows without flags,
     # draws of each rank's own logits, and handshakes that do not all begin at once; 217 for what was meant where a
-    # setting, a path, a device or an address is wrong, and for examples of an action alone; 115 for host memory of ranks
+    # setting, a path, a device or an address is wrong, and for examples of an action alone; 115 for ranks'
+    # host memory
     "file": 450,
     "function": 60,
     "fan_out": 15,
