@@ -16,7 +16,6 @@ from gateway.api.routes import RUN_FAMILIES
 from gateway.authentication import Authenticator
 from gateway.background import BackgroundJobs
 from gateway.batch.worker import BatchWorker
-from gateway.config import Config, SettingsFile
 from gateway.console.routes import console_routes
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
 from gateway.observability.endpoints import MetricsEndpoint, Readiness, healthz, version
@@ -24,6 +23,7 @@ from gateway.observability.tracing import RequestTracer
 from gateway.open_requests import OpenRequestChecks, OpenRequests
 from gateway.routes import account_routes
 from gateway.serving import Serving, open_serving
+from gateway.settings.config import Config, SettingsFile
 from gateway.tenancy import Tenancy, open_tenancy
 from tenants.store.protocol import Clock
 

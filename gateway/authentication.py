@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.admission import check_rights
-from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http.client_address import address_group
 from gateway.http.exchange import Exchange
 from gateway.http.routes import Handler
+from gateway.settings.server import ServerConfig
 from tenants.auth.accounts import ACCOUNT_ID, NAME_MAX, AccountService
 from tenants.auth.caller import Caller
 from tenants.auth.errors import AccountSuspended, HomeUnavailable, MalformedToken, Unauthenticated, WrongRegion

@@ -7,7 +7,6 @@ import time
 from functools import partial
 from typing import Final
 
-from gateway.config import Config
 from gateway.distribution.watch import CatalogueWatch
 from gateway.identity.authority import open_authority, signing_request
 from gateway.identity.files import HostFiles, write_identity
@@ -18,6 +17,7 @@ from gateway.joining.messages import RenewRequest
 from gateway.joining.service import JoinService
 from gateway.members.registry import RegistryMembers
 from gateway.porter.relay import Relay
+from gateway.settings.config import Config
 from gateway.tenancy import Tenancy
 from tenants.audit import SYSTEM, AuditLog
 from tenants.records.cluster import ClusterMember

@@ -13,7 +13,7 @@ from engine.process.allocator import keep_one_arena
 from gateway import __version__
 from gateway.commands.terminal.options import SettingsSource
 from gateway.commands.terminal.output import wide_console
-from gateway.config import SettingsError
+from gateway.settings.config import SettingsError
 
 _DESCRIPTION: Final = "Hearth: an open, self-hosted Workers AI. Many tenants, one fire."
 _TEACHING: Final = """\

@@ -1,7 +1,7 @@
 """Where this host is: as its certificate says, and without one as its settings do. It reads no store."""
 
-from gateway.config import Config
 from gateway.identity.host_identity import HostIdentity
+from gateway.settings.config import Config
 
 
 def host_identity(config: Config) -> HostIdentity | None:

@@ -17,7 +17,6 @@ from gateway.catalogue.report import report_unlike
 from gateway.certificate_keeper import CertificateKeeper
 from gateway.cluster.connection import HostConnector
 from gateway.cluster.fleet import ReplicaFleet
-from gateway.config import Config, ServerConfig, SettingsError
 from gateway.distribution.settings import keeper_command, status_path
 from gateway.distribution.watch import CatalogueWatch
 from gateway.identity.files import HostFiles
@@ -25,6 +24,7 @@ from gateway.identity.host_identity import HostRole, IdentityError
 from gateway.members.open import open_members
 from gateway.members.protocol import Members
 from gateway.members.registry import RegistryMembers
+from gateway.settings.config import Config, SettingsError
 from gateway.tenancy import Tenancy
 
 _COMPANION_S: Final = 0.5
@@ -50,14 +50,14 @@ class GatewayHosts:
         connector = HostConnector(None if files is None else lambda: files.credentials().client, removed)
         return ReplicaFleet((), on_waited=on_waited, connector=connector)
 
-    def placed(self, server: ServerConfig) -> ServerConfig:
+    def placed(self, config: Config) -> Config:
         """The settings with this host's region as its certificate says it, whatever the file says."""
         if self.files is None:
-            return server
-        region = self.files.credentials().identity.region
+            return config
+        server, region = config.server, self.files.credentials().identity.region
         if server.region and server.region != region:
             log.error("[server] region is %s, and this host's certificate says %r, which counts", server.region, region)
-        return structs.replace(server, region=region)
+        return structs.replace(config, server=structs.replace(server, region=region))
 
     async def follow(self, fleet: ReplicaFleet) -> None:
         """Tells the fleet of machines that come and go, and this host's commands of replicas that get no calls, until

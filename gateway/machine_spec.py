@@ -12,11 +12,11 @@ from engine.process.files import fingerprint
 from engine.protocol.specs import MachineSpec, SpecSource, TelemetrySpec
 from gateway.catalogue.catalogue import awaits_weights, model_entries, spec_of
 from gateway.catalogue.follower import followed_paths
-from gateway.config import Config, SettingsError, load_config
 from gateway.distribution.settings import keeper_command, status_path
 from gateway.host_region import host_identity
 from gateway.identity.host_identity import HostRole
 from gateway.porter.settings import PorterSettings, news_path
+from gateway.settings.config import Config, SettingsError, load_config
 
 _MODULE: Final = "gateway.machine_spec"  # this one; as a program it is __main__
 

@@ -8,9 +8,9 @@ from gateway.cells.lines import CellLines
 from gateway.cells.listener import CellListener
 from gateway.cells.service import CellService
 from gateway.cells.trust import CellTrust
-from gateway.config import Config, SettingsError
 from gateway.identity.files import HostFiles
 from gateway.identity.host_identity import IdentityError
+from gateway.settings.config import Config, SettingsError
 from tenants.auth.accounts import AccountService
 from tenants.limits.borrowing import QuotaBorrower
 from tenants.limits.lending import QuotaLender

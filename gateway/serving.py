@@ -9,7 +9,6 @@ from gateway.api.endpoint import InferenceEndpoint
 from gateway.batch.api import BatchApi
 from gateway.batch.encryption import BatchEncryption
 from gateway.catalogue.follower import CatalogueFollower
-from gateway.config import Config, SettingsFile
 from gateway.hosts import GatewayHosts, open_hosts
 from gateway.http.idempotency import IdempotencyStore
 from gateway.inference.context import InferenceContext
@@ -19,6 +18,7 @@ from gateway.observability.metrics import Metrics
 from gateway.observability.store_health import StoreHealth
 from gateway.observability.tracing import RequestTracer, open_tracer
 from gateway.privacy.interned import InternedScrubber
+from gateway.settings.config import Config, SettingsFile
 from gateway.tenancy import Tenancy
 
 KEY_MARGIN_S: Final = 60  # an Idempotency-Key is taken for so much longer than the longest request lives
@@ -44,7 +44,7 @@ def open_serving(
     metrics = Metrics(config.telemetry.metrics_accounts, instance, tenancy.clock)
     store, secret = tenancy.store, tenancy.secret
     hosts = open_hosts(config, tenancy)
-    limits = hosts.placed(config.server)
+    limits = hosts.placed(config).server
     context = InferenceContext(
         limits=limits,
         quota=tenancy.quota,

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from engine.process.files import replace_file
-from gateway.config import Config, SettingsError
+from gateway.settings.config import Config, SettingsError
 
 SECRET_BYTES = 32
 

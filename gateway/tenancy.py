@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from gateway.background import BackgroundJob
-from gateway.config import Config, SettingsError
 from gateway.other_cells import cell_name, open_cells
+from gateway.settings.config import Config, SettingsError
 from gateway.webhook import WebhookSender
 from tenants.audit import AuditLog
 from tenants.auth.accounts import AccountService

@@ -13,8 +13,8 @@ import yaml
 
 from engine.protocol.address import parse_address
 from gateway.cli import parse
-from gateway.config import load_config
 from gateway.joining.client import JOIN_PORT, split_address
+from gateway.settings.config import load_config
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

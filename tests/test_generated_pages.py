@@ -2,7 +2,7 @@
 
 import re
 
-from gateway.config import PriceConfig
+from gateway.settings.config import PriceConfig
 from tests.support.generated_pages import DOCS, pages
 
 

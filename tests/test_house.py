@@ -208,7 +208,7 @@ def test_every_import_is_allowed() -> None:
         ("engine.scheduling.scheduler", "from llguidance import LLMatcher"),
         ("engine.replica.server", "import asyncio"),
         ("engine.host.agent", "def f():\n    from opentelemetry import trace"),
-        ("engine.host.agent", "import gateway.config"),
+        ("engine.host.agent", "import gateway.settings.config"),
         ("tenants.limits.quota", "from engine.protocol.types import Scope"),
         ("tenants.limits.quota", "import redis.asyncio"),
         ("tenants.limits.quota", "from tenants.store.redis.store import RedisStore"),
@@ -357,7 +357,7 @@ def ratchets() -> list[Ratchet]:
 
 # Each is where the house stands or where it is to stay; lines grow with what is served and with nothing else.
 BOUNDS: Final = {
-    "lines": 92_810,  # 3,000 for hosts that speak TLS, 1,300 for failing over, 2,400 for cells, 1,400 for handovers,
+    "lines": 92_842,  # 3,000 for hosts that speak TLS, 1,300 for failing over, 2,400 for cells, 1,400 for handovers,
     # 2,300 for the models of a cluster: a catalogue in its store, and files from host to host under their sums; 500 for
     # ranks: weights in 12 and 8 bits, what each says of itself, and refusals by name; 1,300 for pictures in prompts;
     # 700 for KV on disk and prefixes that replicas publish; 100 for what each pod asks for, and its ports;
@@ -372,7 +372,7 @@ BOUNDS: Final = {
     # for KV from GPU to GPU, 20 for what a sender zeroes; 1,425 for stages on GPUs; 325 for few rows without flags,
     # draws of each rank's own logits, and handshakes that do not all begin at once; 217 for what was meant where a
     # setting, a path, a device or an address is wrong, and for examples of an action alone; 115 for ranks'
-    # host memory
+    # host memory, 34 for the heads of files as hearth.toml's tables got a room
     "file": 450,
     "function": 60,
     "fan_out": 15,
@@ -397,10 +397,12 @@ def _most(name: str, bound: int, numbers: dict[str, int] | Counter[str]) -> Ratc
 
 
 _SETTINGS: Final = (
-    "gateway.config",
+    "gateway.settings.config",
+    "gateway.settings.server",
+    "gateway.settings.machine",
+    "gateway.settings.telemetry",
     "gateway.identity.settings",
     "gateway.identity.cell_settings",
-    "gateway.telemetry_settings",
     "tenants.auth.issuers",
     "tenants.store.settings",
 )

@@ -15,7 +15,7 @@ from typing import Any, Final
 import uvloop
 
 from benchmarks.record import record
-from gateway.config import ServerConfig
+from gateway.settings.server import ServerConfig
 from tenants.records.limits import Limits
 from tests.support.certificates import trusting, write_certificate
 from tests.support.early_disconnects import Held

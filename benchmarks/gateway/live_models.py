@@ -24,7 +24,7 @@ import httpx
 from benchmarks.record import record
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
 from gateway.cli import main as hearth_command
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 from tests.end_to_end.conftest import Hearth, serving
 from tests.support.live_traffic import traffic
 from tests.support.waiting import wait_for

@@ -31,8 +31,10 @@ from benchmarks.record import record
 from engine.protocol import frames
 from engine.protocol.types import SamplingParams, Scope
 from gateway.app import build_app
-from gateway.config import Config, MachineConfig, ModelEntryConfig, ServerConfig
 from gateway.http.server import HttpServer, listen
+from gateway.settings.config import Config, ModelEntryConfig
+from gateway.settings.machine import MachineConfig
+from gateway.settings.server import ServerConfig
 from tenants.auth.accounts import AccountService
 from tenants.open import open_store
 from tenants.records.limits import Limits

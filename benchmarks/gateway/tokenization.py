@@ -32,10 +32,10 @@ from gateway.api.responses_request import read_responses
 from gateway.api.run_native import read_run_native
 from gateway.catalogue.catalogue import Model, open_catalogue
 from gateway.cluster.stream import OutputDelta
-from gateway.config import load_config
 from gateway.http import sse
 from gateway.inference.completion import CompletionBuilder
 from gateway.inference.reply import RunningUsage
+from gateway.settings.config import load_config
 from gateway.text.control_tokens import encode_ids
 from gateway.text.encoding_cache import EncodingCache, ScopedEncodings
 from gateway.text.tokenizer import ModelTokenizer

@@ -12,13 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from gateway.cluster.fleet import ReplicaFleet
-from gateway.config import ServerConfig
 from gateway.errors import bad_input
 from gateway.http.idempotency import IdempotencyStore
 from gateway.listing.pages import PageItem
 from gateway.observability.alerts import AlertWatch
 from gateway.observability.metrics import Metrics
 from gateway.observability.store_health import StoreHealth
+from gateway.settings.server import ServerConfig
 from gateway.text.encoding_cache import EncodingCache
 from tenants.audit import AuditLog, fit_detail
 from tenants.auth.accounts import NAME_MAX, AccountService

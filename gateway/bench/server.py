@@ -19,7 +19,7 @@ from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
 from gateway.bench.client import Target
 from gateway.bench.load import word_of_id
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import Config, load_config
+from gateway.settings.config import Config, load_config
 from gateway.state_dir import Credentials, open_state, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import AccountService
 from tenants.open import open_store

@@ -27,8 +27,8 @@ from gateway.catalogue.names import ModelNames
 from gateway.catalogue.public_prefixes import public_prefixes
 from gateway.catalogue.registrations import Registration, registrations
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
-from gateway.config import Config, ModelEntryConfig, SettingsError
 from gateway.images.vision import Vision, read_vision
+from gateway.settings.config import Config, ModelEntryConfig, SettingsError
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 from gateway.tool_parsers.reasoning import template_has_reasoning
 from gateway.tool_parsers.registry import TOOL_FORMATS, tool_format_of

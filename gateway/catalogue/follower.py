@@ -15,7 +15,7 @@ from engine.process.files import fingerprint
 from gateway.catalogue.catalogue import Catalogue, folder_of, model_entries, open_catalogue, read_files
 from gateway.catalogue.mirror import followed_path
 from gateway.catalogue.report import remove_report, write_report
-from gateway.config import CONFIG_NAME, Config, ModelEntryConfig, SettingsError, SettingsFile
+from gateway.settings.config import CONFIG_NAME, Config, ModelEntryConfig, SettingsError, SettingsFile
 
 LOOK_S: Final = 0.2  # a file that was still being written at the last look is looked at again first
 

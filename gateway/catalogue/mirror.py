@@ -12,8 +12,8 @@ import msgspec
 from engine.process.files import replace_file
 from gateway.catalogue.manifest import ManifestError, manifest_digest, require_manifest, text_files
 from gateway.cluster.route import preference
-from gateway.config import Config, ModelEntryConfig
 from gateway.identity.host_identity import HostRole
+from gateway.settings.config import Config, ModelEntryConfig
 from tenants.records.catalogue import CatalogueFile, CatalogueModel, ClusterCatalogue
 
 

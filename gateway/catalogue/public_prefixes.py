@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from gateway.config import SettingsError
+from gateway.settings.config import SettingsError
 from gateway.text.tokenizer import ModelTokenizer, TokenizationError
 
 BYTES_MAX: Final = 1 << 20  # of one file

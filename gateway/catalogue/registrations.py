@@ -13,8 +13,8 @@ import msgspec
 
 from engine.process.files import replace_file
 from gateway.catalogue.mirror import mirrored_settings, read_mirror
-from gateway.config import Config, ModelEntryConfig, SettingsError
 from gateway.declared_problems import declared_problem
+from gateway.settings.config import Config, ModelEntryConfig, SettingsError
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 from engine.process.files import replace_file
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 
 _SUFFIX: Final = ".catalogue.json"
 _UNLIKE: Final = ".unlike.json"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from engine.protocol.types import Pooling
 from gateway.catalogue.model_config import architecture_of, context_of, is_encoder, read_json
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
 _SCORING: Final = "ForSequenceClassification"

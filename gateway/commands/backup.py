@@ -18,9 +18,9 @@ from gateway.commands.access.store_access import opened_store
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, format_bytes, print_either, progress, progress_bar
 from gateway.commands.usage import balances
-from gateway.config import Config
 from gateway.host_region import host_region
 from gateway.identity.host_identity import IdentityError
+from gateway.settings.config import Config
 from gateway.state_dir import server_secret
 from tenants import export
 from tenants.audit import SYSTEM, AuditLog

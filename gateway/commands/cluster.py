@@ -14,13 +14,13 @@ from gateway.commands.access.joining import host_name
 from gateway.commands.access.store_access import StoreAccess, with_store_access
 from gateway.commands.terminal.options import Duration, Json, Source, command_app
 from gateway.commands.terminal.output import fail, print_either, print_table, time_text
-from gateway.config import Config
 from gateway.identity.authority import authority_digest, found_authority, open_authority, signing_request
 from gateway.identity.files import read_credentials, write_identity
 from gateway.identity.host_identity import HostIdentity, HostRole, IdentityError
 from gateway.joining.messages import JoinRequest
 from gateway.joining.service import JoinService, gateway_addresses
 from gateway.joining.token_text import TokenText, new_token_text
+from gateway.settings.config import Config
 from tenants.audit import SYSTEM
 from tenants.records.cluster import ClusterMember, JoinToken
 from tenants.store.protocol import ClusterStore

@@ -13,8 +13,8 @@ from gateway.commands.checks.cluster_models import cluster_models
 from gateway.commands.checks.finding import Finding, FindingLevel, good, wrong
 from gateway.commands.terminal.options import Json, SettingsSource, Source, command_app
 from gateway.commands.terminal.output import print_either
-from gateway.config import SettingsError
-from gateway.config_reference import describe
+from gateway.settings.config import SettingsError
+from gateway.settings.reference import describe
 
 _TEACHING: Final = """\
 examples:

@@ -9,10 +9,10 @@ from gateway.commands.access.join_options import NO_JOIN, JoinOptions
 from gateway.commands.terminal.listening import listen_problem
 from gateway.commands.terminal.options import PORTS, Source, command_app
 from gateway.commands.terminal.output import fail
-from gateway.config import SettingsFile
 from gateway.identity.host_identity import HostRole
 from gateway.observability.logging import configure_logging
 from gateway.privacy.process import scrub_memory
+from gateway.settings.config import SettingsFile
 from gateway.state_dir import server_secret
 from tenants.store.protocol import StoreUnavailable
 

@@ -15,8 +15,8 @@ from engine.log import render
 from gateway.commands.access.store_access import StoreAccess, ask_store, require_store
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, format_amount, print_either, progress
-from gateway.config import Config, SettingsError
 from gateway.observability.log_files import LOG_NAMES, log_path, logged_events
+from gateway.settings.config import Config, SettingsError
 from tenants.auth.errors import NotFound
 from tenants.records.accounts import Account
 from tenants.records.usage import MICRO, UsageRecord, day_of

@@ -16,7 +16,7 @@ from gateway.commands.model_tools.registration import find_entry
 from gateway.commands.model_tools.shared_progress import add_hosts, hosts_text
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, format_amount, format_bytes, print_either, print_table
-from gateway.config import Config, ModelEntryConfig, SettingsError
+from gateway.settings.config import Config, ModelEntryConfig, SettingsError
 
 _TEACHING: Final = """\
 examples:

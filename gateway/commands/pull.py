@@ -28,8 +28,8 @@ from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.catalogue.model_config import architecture_of
 from gateway.commands.terminal.options import Source, command_app
 from gateway.commands.terminal.output import fail, format_bytes
-from gateway.config import Config
 from gateway.images.vision import VISION_FILES
+from gateway.settings.config import Config
 from gateway.state_dir import open_state
 
 _TEACHING: Final = """\

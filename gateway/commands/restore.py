@@ -28,8 +28,8 @@ from gateway.commands.backup import (
 )
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, print_either, time_text
-from gateway.config import Config, SettingsError
 from gateway.host_region import host_region
+from gateway.settings.config import Config, SettingsError
 from gateway.state_dir import exclusive_state, open_state
 from tenants import export as transfer
 from tenants.audit import SYSTEM

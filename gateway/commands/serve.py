@@ -22,10 +22,10 @@ from gateway.commands.access.gateway_client import base_url, endpoint_answers, u
 from gateway.commands.access.residencies import MachineWatcher, at_rest
 from gateway.commands.terminal.options import PORTS, Device, SettingsSource, Source, command_app
 from gateway.commands.terminal.output import fail
-from gateway.config import Config
 from gateway.http.tls import open_certificate
 from gateway.machine_spec import machine_command, machine_environment
 from gateway.privacy.process import scrub_memory
+from gateway.settings.config import Config
 from gateway.state_dir import Credentials, exclusive_state, open_state
 from tenants.store.protocol import StoreUnavailable
 

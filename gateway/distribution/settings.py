@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from gateway.config import Config
+from gateway.settings.config import Config
 
 STATUS_NAME: Final = "catalogue-status.json"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.config import ServerConfig
+from gateway.settings.server import ServerConfig
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 RawHeaders = Iterable[tuple[bytes, bytes]]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final
 
-from gateway.config import ServerConfig
 from gateway.http.client_address import ClientAddressPolicy, address_group
 from gateway.http.tls import Certificate
+from gateway.settings.server import ServerConfig
 
 ACCEPTS: Final = 16  # connections that are accepted in one turn of the loop
 FAREWELL_S: Final = 5.0  # for a client to answer the end of TLS

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http.client_address import ClientAddressPolicy
 from gateway.http.cross_origin import CrossOriginPolicy
 from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import ClientDisconnected, Exchange, ExchangeTimeouts
+from gateway.settings.server import ServerConfig
 
 # Serves one exchange; what it raises is answered. Raises ApiError and ClientDisconnected.
 Handler = Callable[[Exchange], Awaitable[None]]

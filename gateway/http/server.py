@@ -21,12 +21,12 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway import errors
-from gateway.config import ServerConfig
 from gateway.errors import ApiError
 from gateway.http import client_address
 from gateway.http.error_format import envelope
 from gateway.http.listener import Listener
 from gateway.http.tls import Certificate
+from gateway.settings.server import ServerConfig
 
 SEND_BUFFER_BYTES: Final = 256 << 10  # in the kernel, for each connection: what a client that does not read can occupy
 WRITE_BUFFER_BYTES: Final = 64 << 10  # in this process, for each connection; then `send` waits

@@ -10,7 +10,8 @@ import ssl
 from typing import Final
 
 from engine.process.files import file_stamp
-from gateway.config import ServerConfig, SettingsError
+from gateway.settings.config import SettingsError
+from gateway.settings.server import ServerConfig
 
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"  # of TLS 1.2; those of TLS 1.3 are all sound
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.cluster.fleet import ReplicaFleet
-from gateway.config import ServerConfig
 from gateway.images.decoder import ImageDecoder
 from gateway.inference.account_lock import AccountLocks
 from gateway.inference.crash_breaker import CrashBreaker
@@ -12,6 +11,7 @@ from gateway.observability.metrics import Metrics
 from gateway.observability.refusals import RefusalLog
 from gateway.observability.store_health import StoreHealth
 from gateway.observability.tracing import RequestTracer
+from gateway.settings.server import ServerConfig
 from gateway.text.encoding_cache import EncodingCache
 from tenants.limits.local_rate import LocalRate
 from tenants.limits.quota import Quota

@@ -1,11 +1,11 @@
 """Opens the sources of machines that the settings name."""
 
-from gateway.config import Config
 from gateway.members.kubernetes import KubernetesMembers, pod_api
 from gateway.members.own_machine import OwnMachine
 from gateway.members.protocol import Members
 from gateway.members.registry import RegistryMembers
 from gateway.members.static import StaticMembers
+from gateway.settings.config import Config
 
 
 def open_members(config: Config, registry: RegistryMembers | None) -> list[Members]:

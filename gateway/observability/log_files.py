@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.process.rotated_file import RotatedFile, log_files
-from gateway.config import Config
+from gateway.settings.config import Config
 
 LOG_NAMES: Final = ("gateway", "machine")
 

@@ -14,7 +14,7 @@ from typing import Any, Final, TextIO
 
 from engine.log import as_text, render
 from engine.process.rotated_file import RotatedFile
-from gateway.telemetry_settings import LogConfig
+from gateway.settings.telemetry import LogConfig
 
 # Set by a parent that writes this process's lines itself, also those into [log] file.
 LOG_RELAYED_VARIABLE: Final = "HEARTH_LOG_RELAYED"

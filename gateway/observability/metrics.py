@@ -19,12 +19,12 @@ from prometheus_client.registry import Collector
 from engine.protocol.types import Residency
 from gateway.cluster.fleet import ReplicaFleet
 from gateway.cluster.replica_counters import EVICTION_CAUSES, QUEUE_REJECTIONS, ReplicaCounters
-from gateway.config import SettingsError
 from gateway.http import tls
 from gateway.observability.account_usage import AccountUsage
 from gateway.observability.alerts import AlertWatch
 from gateway.observability.store_health import StoreHealth
 from gateway.observability.store_state import StoreState, store_state
+from gateway.settings.config import SettingsError
 from tenants.limits.quota import Quota
 from tenants.limits.reconciler import Reconciler
 from tenants.limits.reservation import CallUsage

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.telemetry_settings import TelemetryConfig
+from gateway.settings.telemetry import TelemetryConfig
 from tenants.limits.reservation import CallUsage
 
 EXPORT_S: Final = 2.0  # for one batch, its retry included

@@ -11,7 +11,7 @@ import secrets
 import sys
 from typing import Final
 
-from gateway.config import SettingsError
+from gateway.settings.config import SettingsError
 
 _TUNABLES: Final = "GLIBC_TUNABLES"
 # glibc then fills what is freed with 0xff, and what is given out with zeros. What its caches of each thread take back

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.config import load_config
-from gateway.config_reference import settings
+from gateway.settings.config import load_config
+from gateway.settings.reference import settings
 from tests.compatibility.conftest import FILES
 
 

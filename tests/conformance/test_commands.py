@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from gateway.config import Config, load_config
+from gateway.settings.config import Config, load_config
 from tests.conformance.server import EMBER_FOLDER, Target
 from tests.end_to_end.conftest import run_hearth, serving
 from tests.support import hub

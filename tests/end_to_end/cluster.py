@@ -18,7 +18,7 @@ from typing import Final
 
 import httpx
 
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.state_dir import server_secret
 from tenants.auth.accounts import AccountService
 from tenants.limits.caps import limited_subjects

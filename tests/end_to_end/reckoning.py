@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gateway.catalogue.catalogue import open_catalogue
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from tenants.limits.caps import RequestSize, caps_of
 from tenants.limits.quota import HOLD_S
 from tenants.limits.reservation import NeuronPrice

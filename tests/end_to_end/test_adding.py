@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from gateway.commands.access.residencies import machine_reports, replicas_of
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from tests.end_to_end.conftest import EMBER, ONE_THREAD, Hearth, run_hearth
 from tests.support.tiny_model import write_tiny
 from tests.support.waiting import wait_for

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.state_dir import server_secret
 from tenants.auth.accounts import AccountService
 from tenants.records.grants import Grant

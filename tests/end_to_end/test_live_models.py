@@ -11,7 +11,7 @@ from gateway.catalogue.report import catalogue_reports
 from gateway.cli import main
 from gateway.commands.access.residencies import machine_reports
 from gateway.commands.model_tools.progress import leaving_models, liveness
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from tests.end_to_end.conftest import EMBER, ONE_THREAD, serving
 from tests.end_to_end.ledger import read_totals
 from tests.support.live_traffic import traffic

@@ -8,10 +8,10 @@ from typing import Any, Final
 from gateway.api.dialect import GenerationRequest
 from gateway.api.routes import dialect_routes
 from gateway.catalogue.catalogue import Catalogue, UnknownModel, open_catalogue
-from gateway.config import load_config
 from gateway.errors import ApiError
 from gateway.http import sse
 from gateway.inference.run_options import run_options
+from gateway.settings.config import load_config
 from gateway.text.tokenizer import TokenizationError
 
 CATALOGUE: Final[Catalogue] = open_catalogue(load_config())

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import pytest
 
-from gateway.config import Config, SettingsError
+from gateway.settings.config import Config, SettingsError
 from gateway.tenancy import open_tenancy
 from tenants.store.protocol import StoreUnavailable
 from tenants.store.settings import StoreConfig

@@ -24,7 +24,8 @@ from gateway.cli import COMMANDS, main, parse
 from gateway.commands.access.first_account import first_call
 from gateway.commands.access.gateway_client import base_url
 from gateway.commands.checks.models import machines
-from gateway.config import ServerConfig, load_config
+from gateway.settings.config import load_config
+from gateway.settings.server import ServerConfig
 from gateway.state_dir import Credentials, read_credentials, server_secret, write_credentials
 from tenants.auth.accounts import AccountService
 from tenants.auth.errors import Unauthenticated

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.config import Config, SettingsError, load_config
 from gateway.declared_problems import declared_problem
+from gateway.settings.config import Config, SettingsError, load_config
 
 
 @pytest.mark.parametrize(

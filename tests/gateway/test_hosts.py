@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from engine.host import agent
 from gateway import certificate_keeper
 from gateway.certificate_keeper import CertificateKeeper
-from gateway.config import Config, MachineConfig, ServerConfig, SettingsError
 from gateway.hosts import GatewayHosts, open_hosts
 from gateway.identity.authority import CERTIFICATE_S, found_authority, key_digest, open_authority
 from gateway.identity.host_identity import HostRole
@@ -23,6 +22,9 @@ from gateway.identity.settings import ClusterConfig
 from gateway.joining.client import JoinRefused, NoGatewayAnswers, ask_gateways
 from gateway.joining.messages import JoinAnswer, NewsQuestion
 from gateway.members.own_machine import LOCK
+from gateway.settings.config import Config, SettingsError
+from gateway.settings.machine import MachineConfig
+from gateway.settings.server import ServerConfig
 from gateway.tenancy import Tenancy, open_tenancy
 from tenants.records.cluster import ClusterMember, JoinToken
 from tests.support.hosts import SECRET, HostMaker, host_maker
@@ -103,7 +105,7 @@ async def test_a_host_that_joined_none_knows_its_own_machine_and_its_file_s_regi
     config = settings(tmp_path)
     hosts = open_hosts(config, tenancy)
     assert not hosts.jobs
-    assert hosts.placed(ServerConfig(region="eu-west")).region == "eu-west"
+    assert hosts.placed(Config(server=ServerConfig(region="eu-west"))).server.region == "eu-west"
     async with running(hosts) as known:
         await until(lambda: known == {config.machine_address}, 10, "its own machine is known")
 
@@ -114,9 +116,9 @@ async def test_the_certificate_says_the_region_whatever_the_file_says(
     config = settings(tmp_path)
     await founded(tenancy, config, tmp_path)
     hosts = open_hosts(config, tenancy)
-    assert hosts.placed(ServerConfig(region="us-east")).region == "eu-west"
+    assert hosts.placed(Config(server=ServerConfig(region="us-east"))).server.region == "eu-west"
     assert "us-east" in caplog.text
-    assert hosts.placed(ServerConfig()).region == "eu-west"
+    assert hosts.placed(Config(server=ServerConfig())).server.region == "eu-west"
 
 
 async def test_machines_that_joined_are_known_beside_those_of_the_file_and_removed_ones_are_not(
@@ -204,7 +206,7 @@ async def test_files_of_ones_own_pki_are_used_and_no_host_joins_there(tenancy: T
     own = {"certificate": str(paths.certificate), "key": str(paths.key), "authority": str(paths.authority)}
     found = open_hosts(settings(tmp_path, **own), tenancy)
     assert not found.jobs
-    assert found.placed(ServerConfig()).region == "us-east"
+    assert found.placed(Config(server=ServerConfig())).server.region == "us-east"
     with pytest.raises(SettingsError, match="is for hosts that joined"):
         open_hosts(settings(tmp_path, **own, members="store"), tenancy)
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from gateway import open_requests
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from tenants.auth.api_token import parse_token
 from tenants.records.accounts import Account, Plan, Settings
 from tenants.records.grants import Grant, Permission

@@ -11,9 +11,9 @@ from engine.protocol.specs import DRIVER_RESERVE_BYTES
 from gateway.api import body_fields
 from gateway.catalogue.model_config import context_of, geometry_of
 from gateway.cli import COMMANDS
-from gateway.config_reference import settings
 from gateway.http import json_body, unknown_fields
 from gateway.observability.metrics import Metrics
+from gateway.settings.reference import settings
 from tenants.records.batches import BATCH_BYTES_MAX, BATCH_ITEMS_MAX, ITEM_BYTES_MAX, OPEN_BATCHES_MAX
 from tenants.records.limits import RANGES
 

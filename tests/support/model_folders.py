@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
-from gateway.config import ModelEntryConfig, load_config
+from gateway.settings.config import ModelEntryConfig, load_config
 
 EMBER = folder_of(load_config(), ModelEntryConfig(name=BUILT_IN))
 CORPUS = [

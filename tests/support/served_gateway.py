@@ -19,7 +19,6 @@ from starlette.routing import Route
 
 from gateway.app import App, build_app
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import Config, MachineConfig, ModelEntryConfig, PriceConfig, ServerConfig
 from gateway.http.exchange import NO_BODY
 from gateway.http.routes import Handler
 from gateway.http.server import HttpServer, listen
@@ -27,6 +26,9 @@ from gateway.http.tls import open_certificate
 from gateway.identity.cell_settings import CellsConfig
 from gateway.identity.settings import ClusterConfig
 from gateway.observability.tracing import RequestTracer
+from gateway.settings.config import Config, ModelEntryConfig, PriceConfig
+from gateway.settings.machine import MachineConfig
+from gateway.settings.server import ServerConfig
 from tenants.auth.accounts import TRUSTED_S, AccountService
 from tenants.auth.issuers import Issuer
 from tenants.records.limits import Limits

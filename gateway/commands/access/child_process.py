@@ -19,10 +19,10 @@ from typing import Final, TextIO
 from engine.log import relayed_line, render
 from engine.process.rotated_file import RotatedFile
 from engine.process.supervised import Backoff, start_child
-from gateway.config import Config
 from gateway.observability.log_files import log_file
 from gateway.observability.logging import LOG_RELAYED_VARIABLE
-from gateway.telemetry_settings import LogConfig
+from gateway.settings.config import Config
+from gateway.settings.telemetry import LogConfig
 
 RELAYED: Final = {LOG_RELAYED_VARIABLE: "1"}  # for the environment of a child that knows [log] file itself
 _WAITING_MAX: Final = 10_000  # lines

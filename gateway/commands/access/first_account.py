@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from gateway.commands.access.store_access import StoreAccess, ask_store
-from gateway.config import Config
+from gateway.settings.config import Config
 from gateway.state_dir import Credentials, read_credentials, write_credentials
 from tenants.auth.errors import NameInUse, NotFound, Unauthenticated
 from tenants.records.grants import Grant, Permission

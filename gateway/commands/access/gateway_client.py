@@ -14,7 +14,8 @@ import msgspec
 
 from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.commands.terminal.listening import listen_problem
-from gateway.config import Config, ServerConfig, SettingsError
+from gateway.settings.config import Config, SettingsError
+from gateway.settings.server import ServerConfig
 from gateway.state_dir import read_credentials
 from tenants.records.grants import Grant, Permission
 from tenants.store.protocol import StoreUnavailable

@@ -10,11 +10,11 @@ from typing import Final
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from gateway.commands.access.join_options import JoinOptions
-from gateway.config import Config, SettingsError
 from gateway.identity.files import HostFiles, read_credentials, write_identity
 from gateway.identity.host_identity import HOST_NAME, HostRole, IdentityError
 from gateway.joining.client import Joined, JoinRefused, NoGatewayAnswers, join_cluster
 from gateway.joining.token_text import TokenTextError, parse_token_text
+from gateway.settings.config import Config, SettingsError
 from gateway.state_dir import adopt_secret, open_state
 
 _TRIES: Final = 6

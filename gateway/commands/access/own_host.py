@@ -1,8 +1,8 @@
 """What this host is in a cluster, for commands: a machine's host has neither the store nor the server's secret, and a
 command that made its own there would be believed by nobody. It asks nobody."""
 
-from gateway.config import Config, SettingsError
 from gateway.porter.settings import news_path, read_news
+from gateway.settings.config import Config, SettingsError
 
 
 def own_member(config: Config) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 from engine.protocol import frames
 from engine.protocol.address import parse_address, parse_tls_address
 from engine.protocol.types import Residency
-from gateway.config import Config
+from gateway.settings.config import Config
 
 REPORT_S: Final = 1.0
 _LOOK_S: Final = 0.01

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 from gateway.commands.access.own_host import require_no_machine
 from gateway.commands.terminal.options import SOURCE
 from gateway.commands.terminal.output import fail
-from gateway.config import Config, SettingsError
+from gateway.settings.config import Config, SettingsError
 from gateway.state_dir import server_secret
 from tenants.audit import AuditLog, fit_detail
 from tenants.auth.accounts import AccountService

@@ -7,10 +7,10 @@ from gateway.cells.lines import CellLine, CellLines
 from gateway.cells.messages import LookUp
 from gateway.cells.trust import CellTrust
 from gateway.commands.checks.finding import Finding, good, wrong
-from gateway.config import Config
 from gateway.identity.cell_settings import OtherCell
 from gateway.identity.files import HostFiles
 from gateway.identity.host_identity import IdentityError
+from gateway.settings.config import Config
 from tenants.store.protocol import StoreUnavailable
 
 _NOBODYS = "hearth_"  # a credential that opens nothing

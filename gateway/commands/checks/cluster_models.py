@@ -7,8 +7,8 @@ from gateway.catalogue.mirror import read_mirror
 from gateway.commands.checks.finding import Finding, note, wrong
 from gateway.commands.model_tools.shared import shares_models
 from gateway.commands.model_tools.shared_progress import host_progress, progress_text
-from gateway.config import CONFIG_NAME, Config, SettingsError
 from gateway.distribution.status import FAILED
+from gateway.settings.config import CONFIG_NAME, Config, SettingsError
 from tenants.store.protocol import StoreUnavailable
 
 _TRIES: Final = "it tries again by itself; `hearth models list` shows how far each host is"

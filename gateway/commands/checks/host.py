@@ -17,7 +17,8 @@ from gateway import __version__
 from gateway.commands.checks.finding import Finding, good, note, wrong
 from gateway.commands.model_tools.layout import is_shared_out, layout_text, layouts_on
 from gateway.commands.terminal.output import format_bytes
-from gateway.config import Config, ModelEntryConfig, ServerConfig
+from gateway.settings.config import Config, ModelEntryConfig
+from gateway.settings.server import ServerConfig
 
 _MIN_DISK_BYTES: Final = 1 << 30
 _MIN_PYTHON: Final = (3, 11)

@@ -17,7 +17,7 @@ from gateway.commands.model_tools.documents import STALE_WEIGHTS, memory_reports
 from gateway.commands.model_tools.folder_check import FolderReport, UnservableFolder, inspect_folder
 from gateway.commands.model_tools.size import ModelSizes, sizes_of
 from gateway.commands.terminal.output import format_bytes
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 
 _RENEWED: Final = (
     "`hearth models remove` it with --wait and add it again, or restart; better give new weights a folder of their own"

@@ -12,9 +12,10 @@ from gateway.commands.access.gateway_client import endpoint_answers, free_port
 from gateway.commands.access.store_access import opened_store
 from gateway.commands.checks.finding import Finding, good, note, wrong
 from gateway.commands.terminal.listening import listen_problem
-from gateway.config import Config, ServerConfig, SettingsError
 from gateway.http.tls import expiry, open_certificate
 from gateway.identity.host_identity import IdentityError
+from gateway.settings.config import Config, SettingsError
+from gateway.settings.server import ServerConfig
 from gateway.state_dir import read_credentials
 from tenants.auth.issuers import keys_of
 from tenants.open import safe_url

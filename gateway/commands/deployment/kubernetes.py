@@ -24,7 +24,7 @@ from gateway.commands.deployment.manifests import (
 )
 from gateway.commands.terminal.options import Source, command_app
 from gateway.commands.terminal.output import fail
-from gateway.config import Config
+from gateway.settings.config import Config
 
 _TEACHING: Final = f"""\
 examples:

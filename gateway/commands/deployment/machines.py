@@ -13,7 +13,7 @@ from gateway.admin.machines import MachineChange, MachineItem, MachinesItem
 from gateway.commands.access.gateway_client import GatewayUnreachable, OperatorClient, OperatorRefused, operator_token
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail, print_either, print_table
-from gateway.config import Config
+from gateway.settings.config import Config
 from tenants.store.protocol import StoreUnavailable
 
 _TEACHING: Final = """\

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from gateway.commands.backup import sqlite_path
 from gateway.commands.terminal.options import Source, command_app, exclusive
-from gateway.config import CONFIG_NAME, Config
+from gateway.settings.config import CONFIG_NAME, Config
 
 _TEACHING: Final = """\
 examples:

@@ -40,7 +40,7 @@ from gateway.commands.model_tools.shared_progress import wait_until_shared
 from gateway.commands.model_tools.trial import NoRoomToTry, Untried, try_prompt
 from gateway.commands.terminal.options import Json, Source
 from gateway.commands.terminal.output import fail, format_bytes, print_either
-from gateway.config import CONFIG_NAME, Config, ModelEntryConfig
+from gateway.settings.config import CONFIG_NAME, Config, ModelEntryConfig
 from gateway.state_dir import open_state
 
 _FOLLOWED: Final = "a server that runs here takes it up within two seconds"

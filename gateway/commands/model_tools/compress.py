@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from gateway.catalogue.catalogue import folder_of, model_entries
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import fail
-from gateway.config import Config
+from gateway.settings.config import Config
 
 _COMPRESSING: Final = """\
 examples:

@@ -16,7 +16,7 @@ from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
 from gateway.commands.access.residencies import replicas_of
 from gateway.commands.model_tools.layout import layout_here
 from gateway.commands.model_tools.size import ModelSizes, sizes_of
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
 STALE_WEIGHTS: Final = "serves the weights that its folder had before: the files there are others now"

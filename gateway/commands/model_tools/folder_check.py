@@ -21,7 +21,7 @@ from gateway.catalogue.model_config import read_json, read_model_config
 from gateway.catalogue.tasks import EmbeddingSpec, ModelTask, read_embedding_spec, task_of
 from gateway.commands.model_tools.size import ModelSizes, sizes_of
 from gateway.commands.terminal.output import format_bytes
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError, ModelTokenizer
 
 _INSPECTION_S: Final = 60.0

@@ -8,7 +8,7 @@ from engine.hostinfo import gpus
 from engine.hostinfo.memory import device_budgets
 from engine.protocol.rank_layout import RankLayout, layout_on
 from gateway.catalogue.catalogue import spec_of
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 
 
 def is_shared_out(entry: ModelEntryConfig) -> bool:

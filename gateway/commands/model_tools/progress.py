@@ -14,7 +14,7 @@ from engine.protocol.types import Residency
 from gateway.catalogue.catalogue import spec_of
 from gateway.catalogue.report import CatalogueReport, catalogue_reports, settings_text
 from gateway.commands.access.residencies import at_rest, machine_reports, replicas_of
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 
 Wait = Annotated[bool, Parameter(name="--wait", help="until it is so in the server that runs here; shows progress")]
 LIVE: Final = "live"

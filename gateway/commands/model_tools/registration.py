@@ -10,8 +10,8 @@ from gateway.catalogue.catalogue import known_models
 from gateway.catalogue.names import ModelNames
 from gateway.catalogue.registrations import Registration
 from gateway.commands.terminal.options import NONE, WordList
-from gateway.config import Config, ModelEntryConfig
-from gateway.config_reference import settings
+from gateway.settings.config import Config, ModelEntryConfig
+from gateway.settings.reference import settings
 
 _HELP: Final = {key.removeprefix("models."): text for key, _, text in settings()}
 _PRICE: Final = "price_"

@@ -25,8 +25,8 @@ from gateway.catalogue.registrations import (
 from gateway.commands.access.own_host import own_member, require_no_machine
 from gateway.commands.access.store_access import StoreAccess, ask_store
 from gateway.commands.terminal.options import SettingsSource
-from gateway.config import Config, SettingsError
 from gateway.distribution.vault import ModelVault
+from gateway.settings.config import Config, SettingsError
 from tenants.audit import SYSTEM
 from tenants.records.catalogue import CatalogueModel, CatalogueTooLarge, ClusterCatalogue
 from tenants.store.protocol import StoreUnavailable

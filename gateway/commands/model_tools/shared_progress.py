@@ -12,9 +12,9 @@ from gateway.catalogue.report import catalogue_reports
 from gateway.commands.access.own_host import own_member
 from gateway.commands.access.store_access import ask_store
 from gateway.commands.terminal.output import format_bytes
-from gateway.config import Config, SettingsError
 from gateway.distribution.settings import status_path
 from gateway.distribution.status import FAILED, READY, read_status
+from gateway.settings.config import Config, SettingsError
 from tenants.records.catalogue import CatalogueModel, HostCatalogue, ModelProgress
 from tenants.store.protocol import StoreUnavailable
 

@@ -8,7 +8,7 @@ from typing import Final, Self
 from gateway.catalogue.bf12_size import Bf12Size, read_bf12_size
 from gateway.catalogue.catalogue import folder_of
 from gateway.catalogue.model_config import context_of, expanded_bytes, geometry_of, is_encoder, read_model_config
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 
 _RANDOM_NUMBER_BYTES: Final = 2

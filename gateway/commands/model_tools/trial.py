@@ -24,7 +24,7 @@ from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import FinishReason, SamplingParams, Scope
 from gateway.catalogue.catalogue import spec_of
 from gateway.commands.model_tools.folder_check import FOREIGN_TOKENIZER, FolderReport, UnservableFolder
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import TokenizationError
 
 Untried = Annotated[bool, Parameter(name="--untried", help="leave out the prompt that is run before it is added")]

@@ -23,7 +23,7 @@ from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.commands.model_tools.layout import is_shared_out, layouts_on
 from gateway.commands.terminal.options import Json, Source, command_app
 from gateway.commands.terminal.output import print_json
-from gateway.config import Config, SettingsError
+from gateway.settings.config import Config, SettingsError
 
 _TEACHING: Final = """\
 examples:

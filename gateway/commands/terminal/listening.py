@@ -2,7 +2,7 @@
 
 import errno
 
-from gateway.config import ServerConfig
+from gateway.settings.server import ServerConfig
 
 
 def listen_problem(server: ServerConfig, error: OSError) -> str:

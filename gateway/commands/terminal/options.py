@@ -10,7 +10,8 @@ from cyclopts import App, Group, Parameter
 from cyclopts.validators import MutuallyExclusive, Number
 from msgspec import UNSET, UnsetType
 
-from gateway.config import DEVICE_PATTERN, Config, load_config, load_readable
+from gateway.settings.config import Config, load_config, load_readable
+from gateway.settings.machine import DEVICE_PATTERN
 
 NONE: Final = "none"  # takes a setting back, where it may be unset
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

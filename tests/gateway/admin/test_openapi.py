@@ -7,7 +7,7 @@ from typing import Any
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from gateway.admin.table import OPERATIONS, ROUTES
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from tenants.deletion import delete, restore
 from tenants.records.accounts import Plan
 from tenants.records.grants import Permission

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from engine.protocol.types import Pooling, RejectReason
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import ModelEntryConfig
 from gateway.inference.embed import AT_ONCE_MAX
+from gateway.settings.config import ModelEntryConfig
 from tenants.records.limits import Limits
 from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.protocol.types import Pooling
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from tests.support import minilm
 from tests.support.served_gateway import PRICE, Served, looped, served
 from tests.support.stub_replica import MODEL

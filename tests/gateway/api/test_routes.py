@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 

@@ -8,7 +8,7 @@ from cloudflare import AsyncCloudflare
 from openai import AsyncOpenAI
 
 from engine.protocol.types import GrammarKind
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from tenants.records.limits import Limits
 from tests.support.sdks import Weather, client_of, script, talking
 from tests.support.served_gateway import looped, served

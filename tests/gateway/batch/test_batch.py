@@ -15,7 +15,7 @@ from msgspec import structs
 
 from engine.protocol.types import RejectReason, Residency
 from gateway.batch import worker
-from gateway.config import ModelEntryConfig, PriceConfig
+from gateway.settings.config import ModelEntryConfig, PriceConfig
 from tenants.records.accounts import Settings
 from tenants.records.batches import BATCH_ITEMS_MAX, ITEM_BYTES_MAX, OPEN_BATCHES_MAX, BatchStatus
 from tenants.records.grants import Grant

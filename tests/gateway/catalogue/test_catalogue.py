@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.catalogue.catalogue import BUILT_IN, folder_of, model_entries, open_catalogue, pulled_folder, spec_of
-from gateway.config import Config, ModelEntryConfig, SettingsError, load_config
+from gateway.settings.config import Config, ModelEntryConfig, SettingsError, load_config
 
 EMBER = folder_of(Config(), ModelEntryConfig(name=BUILT_IN))
 

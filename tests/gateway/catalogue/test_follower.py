@@ -13,7 +13,7 @@ from gateway.catalogue.catalogue import BUILT_IN, Catalogue
 from gateway.catalogue.follower import CatalogueFollower
 from gateway.catalogue.registrations import registration_of, save_registration
 from gateway.catalogue.report import catalogue_reports
-from gateway.config import SettingsFile, load_config
+from gateway.settings.config import SettingsFile, load_config
 from gateway.state_dir import open_state
 from tests.support.served_gateway import looped
 from tests.support.tiny_model import write_tiny

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.catalogue.catalogue import BUILT_IN, folder_of, model_entries, spec_of
-from gateway.config import SettingsError, load_config
+from gateway.settings.config import SettingsError, load_config
 from gateway.text.tokenizer import ModelTokenizer
 
 SYSTEM = "You are the assistant of a library.  Answer in one sentence, and name the shelf.\n" * 8

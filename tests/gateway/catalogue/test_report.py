@@ -7,7 +7,7 @@ import pytest
 
 from gateway.catalogue.report import report_unlike, unlike_replicas
 from gateway.cluster.fleet import ReplicaFleet, ReplicaView
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from tests.support.served_gateway import looped, served
 from tests.support.waiting import until
 

@@ -9,7 +9,7 @@ import pytest
 from engine.protocol.types import Pooling
 from gateway.catalogue.model_config import context_of
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
-from gateway.config import ModelEntryConfig
+from gateway.settings.config import ModelEntryConfig
 from gateway.text.tokenizer import ModelFolderError
 from tests.support import minilm
 

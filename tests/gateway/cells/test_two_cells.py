@@ -23,13 +23,13 @@ from gateway.cells.trust import CellTrust
 from gateway.commands.account_tools.documents import account_json
 from gateway.commands.checks.cells import cells
 from gateway.commands.checks.finding import FindingLevel
-from gateway.config import Config, SettingsError
 from gateway.identity.authority import CERTIFICATE_S, found_authority
 from gateway.identity.cell_settings import CellsConfig, OtherCell
 from gateway.identity.files import HostFiles, write_identity
 from gateway.identity.host_identity import HostIdentity, HostRole, IdentityError
 from gateway.identity.settings import ClusterConfig
 from gateway.other_cells import open_cells
+from gateway.settings.config import Config, SettingsError
 from tenants.auth.api_token import cell_code
 from tenants.auth.errors import Conflict, HomeUnavailable
 from tenants.limits.lending import LeaseRefused, LeaseRequest

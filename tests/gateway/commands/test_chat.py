@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.state_dir import Credentials, open_state, write_credentials
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL

@@ -16,9 +16,9 @@ from engine.hostinfo import gpus, memory
 from gateway.catalogue.catalogue import BUILT_IN, folder_of
 from gateway.cli import main
 from gateway.commands.checks import host as host_checks
-from gateway.config import Config, ModelEntryConfig
-from gateway.config_reference import settings
 from gateway.identity.host_identity import HostRole
+from gateway.settings.config import Config, ModelEntryConfig
+from gateway.settings.reference import settings
 from tests.support import minilm
 from tests.support.certificates import write_certificate
 from tests.support.fake_nvml import FakeGpu, install_nvml

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import load_config
 from gateway.observability.log_files import log_file
+from gateway.settings.config import load_config
 from tenants.records.usage import MICRO
 from tests.gateway.commands.test_operations import Shell, on_store, record
 from tests.gateway.commands.test_operations import shell as shell  # a fixture

@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from gateway.cli import main, parse
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.state_dir import exclusive_state, server_secret
 from tenants.audit import AuditLog
 from tenants.auth.accounts import AccountService

@@ -18,7 +18,7 @@ from gateway.catalogue.catalogue import BUILT_IN, folder_of, open_catalogue
 from gateway.catalogue.checksums import SUMS_NAME, read_sums, require_sums
 from gateway.catalogue.tasks import ModelTask
 from gateway.commands.pull import SERVED
-from gateway.config import Config, ModelEntryConfig, load_config
+from gateway.settings.config import Config, ModelEntryConfig, load_config
 from tests.support import minilm
 from tests.support.hub import COMMIT, Hub, serving
 from tests.support.waiting import wait_for

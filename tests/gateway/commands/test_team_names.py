@@ -11,7 +11,7 @@ import pytest
 
 from gateway.cli import main
 from gateway.commands.checks import services
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.state_dir import server_secret
 from tenants.audit import AuditLog
 from tenants.deletion import DeletionSweep

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 
 from gateway.cli import main
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.state_dir import server_secret
 from tenants.audit import AuditLog
 from tenants.auth.accounts import AccountService

@@ -19,13 +19,13 @@ from safetensors.numpy import save_file
 
 from gateway.catalogue.manifest import manifest_digest, read_manifest
 from gateway.catalogue.mirror import CatalogueMirror, holders, mirrored_settings, read_mirror, write_mirror
-from gateway.config import Config
 from gateway.distribution.fetch import FetchError, FileSource
 from gateway.distribution.keeper import KEEP_S, CatalogueKeeper, LocalFiles
 from gateway.distribution.status import READY, read_status, write_status
 from gateway.distribution.transfer import TransferError
 from gateway.distribution.vault import ModelVault
 from gateway.distribution.watch import AWAY_S, CatalogueWatch, document_digest
+from gateway.settings.config import Config
 from tenants.open import open_store
 from tenants.records.catalogue import CatalogueFile, CatalogueModel, ClusterCatalogue, HostCatalogue, encode_catalogue
 from tenants.records.cluster import ClusterAuthority, ClusterMember, JoinToken

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from gateway.config import ServerConfig
 from gateway.http.client_address import ClientAddress, ClientAddressPolicy
+from gateway.settings.server import ServerConfig
 from tenants.auth.api_token import checksum
 from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import Served, looped, served

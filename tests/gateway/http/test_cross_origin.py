@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config import SettingsError, load_config
+from gateway.settings.config import SettingsError, load_config
 from tenants.records.limits import Limits
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL

@@ -7,10 +7,10 @@ import pytest
 from starlette.routing import Route, Router
 
 from gateway import errors
-from gateway.config import ServerConfig
 from gateway.http.error_format import ErrorFormat
 from gateway.http.exchange import ClientDisconnected, Exchange
 from gateway.http.routes import Endpoint, ExchangeServer, by_method, no_route
+from gateway.settings.server import ServerConfig
 
 pytestmark = pytest.mark.anyio
 

@@ -264,7 +264,7 @@ def test_what_was_built_at_start_up_is_no_work_for_the_garbage_collector(tmp_pat
     script = f"""
 import gc
 from gateway.app import build_app
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from gateway.http import server
 server.HttpServer.run = lambda server, sockets: print(gc.get_freeze_count() > 10_000)
 config = load_config(None, state_folder={str(tmp_path)!r}, port=0)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import SettingsError
 from gateway.http.tls import Certificate, expiry, server_context
+from gateway.settings.config import SettingsError
 from tests.support.certificates import trusting, write_certificate
 from tests.support.served_gateway import Client, Served, looped, served
 from tests.support.waiting import turns, until

@@ -11,9 +11,9 @@ from engine.protocol.frames import SequenceFinished
 from engine.protocol.types import FinishReason, SamplingParams
 from gateway.catalogue.catalogue import Model, open_catalogue
 from gateway.cluster.stream import OutputDelta
-from gateway.config import SettingsError, load_config
 from gateway.inference.completion import CompletionBuilder, reasoning_enabled
 from gateway.inference.prompt import Prompt
+from gateway.settings.config import SettingsError, load_config
 from gateway.tool_parsers.reasoning import MARKERS, opens_reasoning
 from gateway.tool_parsers.registry import TOOL_FORMATS
 from tests.support.model_folders import CHATML, EMBER, byte_level, special, write

@@ -11,8 +11,8 @@ from msgspec import structs
 from engine.protocol import frames
 from engine.protocol.types import RejectReason, Residency
 from gateway.cluster import connection
-from gateway.config import ModelEntryConfig
 from gateway.inference import replica_wait
+from gateway.settings.config import ModelEntryConfig
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 from tests.support.waiting import until

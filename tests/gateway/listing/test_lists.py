@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 
 from gateway.catalogue.catalogue import BUILT_IN
-from gateway.config import ModelEntryConfig, PriceConfig, SettingsError, load_config
+from gateway.settings.config import ModelEntryConfig, PriceConfig, SettingsError, load_config
 from tenants.records.grants import Grant, Permission
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from gateway.observability.logging import configure_logging
-from gateway.telemetry_settings import LogConfig
+from gateway.settings.telemetry import LogConfig
 
 
 @pytest.fixture

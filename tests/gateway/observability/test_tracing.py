@@ -8,9 +8,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway.config import ModelEntryConfig
 from gateway.observability import tracing as module
 from gateway.observability.tracing import RequestTracer
+from gateway.settings.config import ModelEntryConfig
 from tenants.limits.reservation import CallUsage
 from tests.support import minilm
 from tests.support.served_gateway import looped, served

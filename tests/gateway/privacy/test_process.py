@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from gateway.config import SettingsError
 from gateway.privacy import process
+from gateway.settings.config import SettingsError
 
 PROGRAM = """
 import ctypes, os, resource, subprocess, sys

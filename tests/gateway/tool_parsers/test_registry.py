@@ -230,7 +230,7 @@ def test_kimi_is_known_by_its_tokens_where_its_template_has_no_calls() -> None:
 
 def test_the_built_in_model_has_its_format() -> None:
     from gateway.catalogue.catalogue import BUILT_IN, folder_of, model_entries
-    from gateway.config import Config
+    from gateway.settings.config import Config
     from gateway.text.tokenizer import ModelTokenizer
 
     entry = next(entry for entry in model_entries(Config()) if entry.name == BUILT_IN)

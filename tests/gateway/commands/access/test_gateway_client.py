@@ -3,7 +3,7 @@ from pathlib import Path
 
 from gateway.commands.access.gateway_client import operator_token
 from gateway.commands.access.store_access import StoreAccess, ask_store
-from gateway.config import Config
+from gateway.settings.config import Config
 from tenants.records.accounts import Account
 from tenants.records.limits import NO_LIMITS
 

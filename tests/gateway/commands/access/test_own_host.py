@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
-from gateway.config import load_config
 from gateway.identity.host_identity import HostRole
 from gateway.porter.settings import ClusterNews, news_path, write_news
+from gateway.settings.config import load_config
 from tests.support.hosts import host_maker
 
 IN_THE_STORE = (

@@ -20,9 +20,9 @@ from gateway.commands.access import residencies
 from gateway.commands.access.residencies import at_rest, machine_reports, residency_text
 from gateway.commands.serve import ServeSupervisor
 from gateway.commands.terminal.options import SettingsSource
-from gateway.config import load_config
+from gateway.settings.config import load_config
+from gateway.settings.telemetry import LogConfig
 from gateway.state_dir import Credentials, open_state
-from gateway.telemetry_settings import LogConfig
 
 EMBER = "@cf/hearth/ember"
 GIB = 1 << 30

@@ -16,11 +16,12 @@ from engine.replica.replica import ReplicaLimits
 from gateway.cli import main, parse
 from gateway.commands.deployment.kubernetes import chart_version, documents, listening_ports, write_chart
 from gateway.commands.deployment.manifests import DESCRIPTIONS, Deployment, grace_s, manifests
-from gateway.config import Config, ServerConfig
 from gateway.identity.cell_settings import CellsConfig, OtherCell
 from gateway.identity.settings import ClusterConfig
 from gateway.members.kubernetes import PORT_NAME
 from gateway.observability.metrics import Metrics
+from gateway.settings.config import Config
+from gateway.settings.server import ServerConfig
 
 WANTED = Deployment("ml", "hearth:1", 2, 10, 35, "hearth", "eu-west", "")
 VARIANTS = {

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.cli import main, parse
 from gateway.commands.deployment.systemd import unit
-from gateway.config import load_config
+from gateway.settings.config import load_config
 
 
 def _unit(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
 from gateway.commands.model_tools import add
 from gateway.commands.model_tools.size import sizes_of
-from gateway.config import ModelEntryConfig, SettingsError, load_config
+from gateway.settings.config import ModelEntryConfig, SettingsError, load_config
 from tests.support import minilm
 from tests.support.tiny_model import HIDDEN, tensors, write_tiny
 

@@ -30,7 +30,7 @@ from gateway.catalogue.catalogue import model_entries, spec_of
 from gateway.catalogue.checksums import SUMS_NAME, write_sums
 from gateway.cli import main
 from gateway.commands.model_tools.size import sizes_of
-from gateway.config import load_config
+from gateway.settings.config import load_config
 from tests.support.compressed_folders import llama_config, llama_tensors, write_file
 from tests.support.model_folders import EMBER
 

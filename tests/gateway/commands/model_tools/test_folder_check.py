@@ -16,7 +16,7 @@ from gateway.commands.model_tools.folder_check import (
     _weights_bytes,
     inspect_folder,
 )
-from gateway.config import Config, ModelEntryConfig
+from gateway.settings.config import Config, ModelEntryConfig
 
 BUDGET = (1 << 40, 1 << 40, 1 << 40)
 GPUS = [DeviceBudget(f"GPU {index}", *BUDGET) for index in range(3)]

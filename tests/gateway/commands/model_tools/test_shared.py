@@ -17,8 +17,8 @@ from gateway.cli import main
 from gateway.commands.checks.cluster_models import cluster_models
 from gateway.commands.checks.finding import FindingLevel
 from gateway.commands.model_tools import add, folder_check
-from gateway.config import Config, load_config
 from gateway.identity.host_identity import HostRole
+from gateway.settings.config import Config, load_config
 from tenants.open import open_store
 from tenants.records.catalogue import CatalogueModel, ClusterCatalogue, HostCatalogue, ModelProgress
 from tenants.store.protocol import ClusterStore

@@ -17,7 +17,7 @@ from engine.protocol.types import FinishReason, RejectReason
 from gateway.cli import main
 from gateway.commands.model_tools.folder_check import UnservableFolder, inspect_folder
 from gateway.commands.model_tools.trial import _ask
-from gateway.config import Config, ModelEntryConfig, load_config
+from gateway.settings.config import Config, ModelEntryConfig, load_config
 from tests.support import minilm
 from tests.support.model_folders import EMBER
 from tests.support.tiny_model import write_tiny

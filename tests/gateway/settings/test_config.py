@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, load_config, load_readable
-from gateway.config_reference import describe, settings
+from gateway.settings.config import SOCKET_PATH_BYTES_MAX, Config, SettingsError, load_config, load_readable
+from gateway.settings.reference import describe, settings
 
 ISSUER = """
 [[issuers]]

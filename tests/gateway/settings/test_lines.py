@@ -1,12 +1,12 @@
-"""gateway/settings_lines.py: the line that an error about a TOML file means, as gateway/config.py says it."""
+"""gateway/settings/lines.py: the line that an error about a TOML file means, as gateway/settings/config.py says it."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from gateway.config import SettingsError, load_config, load_readable
-from gateway.settings_lines import line_of_error, readable_part
+from gateway.settings.config import SettingsError, load_config, load_readable
+from gateway.settings.lines import line_of_error, readable_part
 
 FILE = """\
 state_folder = "there"

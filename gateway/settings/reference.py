@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from gateway.config import Config
+from gateway.settings.config import Config
 
 
 def settings(section: type[msgspec.Struct] = Config, prefix: str = "") -> Iterator[tuple[str, object, str]]:

@@ -1,0 +1,1 @@
+"""hearth.toml: its tables, how it is read, and its reference."""
