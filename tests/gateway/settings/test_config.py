@@ -17,7 +17,7 @@ jwks_url = 'https://acme.example/jwks'
 """
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _write(folder: Path, text: str) -> Path:
