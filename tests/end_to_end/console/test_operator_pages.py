@@ -351,6 +351,14 @@ def test_the_audit_log_is_narrowed_paged_and_checked(browser: Browser, gateway: 
     row = browser.find("tbody tr", "account.suspend").text
     assert "team 00009 of the works" in row, "the account by its name"
     assert "console" in row, "the token by its name"
+    gateway.call("PUT", "/plans/busy", {"limits": {"requests_per_minute": 1234, "neurons_per_day": None}})
+    go(browser, "audit")
+    browser.find("tbody details summary", "limits").click()
+    lines = browser.find("tbody details[open] dl", "requests per minute")
+    assert "limits › requests per minute" in lines.text
+    assert "1,234" in lines.text
+    assert "{" not in lines.text
+    go(browser, f"audit?account={9:032x}")
     gateway.call("POST", f"/accounts/{9:032x}/resume")
     browser.type("Account", "Team 00009 of the works").send_keys(ENTER)
     browser.find("tbody th", "account.resume")

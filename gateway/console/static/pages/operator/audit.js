@@ -3,6 +3,7 @@
 import { button, h, put } from '../../lib/dom.js';
 import { field } from '../../lib/form.js';
 import { number, time } from '../../lib/format.js';
+import { leaves } from '../../lib/leaves.js';
 import { emptyBox, problemBox } from '../../lib/page.js';
 import { table } from '../../lib/table.js';
 import { ACCOUNTS } from './accounts.js';
@@ -93,6 +94,13 @@ export function show(page) {
 /** What has a name is called by it; its id stands below. */
 const named = (name, id) => (name ? [name, h('small', { class: 'under mono' }, id)] : h('code', {}, id));
 
+/** What an entry says of its change, folded to the names of that. */
+function details(detail) {
+  const lines = leaves(detail).map(([name, value]) => [h('dt', {}, name), h('dd', {}, value)]);
+  const names = Object.keys(detail).map((name) => name.replaceAll('_', ' '));
+  return h('details', { class: 'inline' }, h('summary', {}, names.join(', ')), h('dl', { class: 'facts' }, lines));
+}
+
 function list(entries) {
   return table({
     caption: 'Entries', rows: entries, empty: emptyBox('No entry is like that.', 'A long log is searched in parts: older entries may be further down.'),
@@ -101,7 +109,7 @@ function list(entries) {
       { title: 'Action', header: true, cell: (entry) => entry.action },
       { title: 'By', cell: (entry) => named(entry.actor_name, entry.actor) },
       { title: 'Of', cell: (entry) => named(entry.target_name, entry.target) },
-      { title: 'Details', cell: (entry) => (Object.keys(entry.detail).length ? h('details', { class: 'inline' }, h('summary', {}, Object.keys(entry.detail).join(', ')), h('pre', { tabindex: '0' }, JSON.stringify(entry.detail, null, 2))) : '–') },
+      { title: 'Details', cell: (entry) => (Object.keys(entry.detail).length ? details(entry.detail) : '–') },
       { title: 'Entry', numeric: true, cell: (entry) => number(entry.seq) },
     ],
   });
