@@ -173,6 +173,8 @@ class PlacementReconciler:
             replica.begin(_transition_kind(replica, placement), placement, now)
 
     def _start(self, replica: ReplicaHandle, placement: Placement, now: float) -> None:
+        if not replica.find_folder(now):
+            return
         devices = [self._devices[device] for device in placement.devices]
         whole_device = self._alone or not all(device.total_bytes for device in devices)
         spec = ReplicaSpec(

@@ -5,11 +5,13 @@ at a time.
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from engine.host.demand import Demand
 from engine.host.peers import ReplicaPeer
 from engine.host.supervisor import ReplicaSupervisor, SupervisionTimeouts
+from engine.log import log
 from engine.placement.capacity import HANDOVER_S
 from engine.placement.snapshot import Placement, PlacementPreferences, ReplicaSnapshot, TransitionTimes
 from engine.process.supervised import Backoff
@@ -28,6 +30,7 @@ _START_BYTES_S: Final = 1e9
 _WAKE_S: Final = 0.1
 _WAKE_BYTES_S: Final = 20e9
 _SLEEP_S: Final = 0.15
+_FOLDER_LOOK_S: Final = 0.5  # between two looks at the folder of a replica without a process
 _UNKNOWN_BYTES: Final = 1 << 60  # more than any host has
 _NO_STATUS: Final = PlacementStatus(Residency.DISK)
 _NO_LOAD: Final = ReplicaLoad(0, 0, 0, 0, 0, 0)
@@ -65,6 +68,7 @@ class ReplicaHandle:
     leaving_at       from then on it is to go once it has no calls; None: it stays.
     role             which part of calls it is for.
     replaces         it takes the place of one with former settings, and comes to a device before all else.
+    folder_missing   its model's folder was not there at the last look: until it is, no process is started for it.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class ReplicaHandle:
         self.no_sleep_before = 0.0  # it found too little host memory to sleep
         self.placed_at: float | None = None
         self.evicted_at: float | None = None
+        self.folder_missing = False
+        self._folder_look_at = 0.0
         on_cpu_bytes = model.weights_bytes * 9 // 8 + _CPU_OVERHEAD_BYTES
         self.estimated_bytes = on_cpu_bytes if on_cpu else estimated_rank_bytes(model, layout.devices)
         self._timeouts = timeouts
@@ -176,6 +182,8 @@ class ReplicaHandle:
         """Why it does not serve, in words; empty where it does, and where it only rests."""
         if self.residency is Residency.DEVICE:
             return ""
+        if self.folder_missing:
+            return f"its folder {self.model.folder} is missing: it starts once that is there"
         return self.problem if self.residency is Residency.MEMORY else self.supervisor.problem
 
     @property
@@ -188,6 +196,8 @@ class ReplicaHandle:
     def poll(self, now: float) -> None:
         """Watches the process, keeps the connection to it, and takes in its load."""
         self.supervisor.poll(now)
+        if self.supervisor.process is None and now >= self._folder_look_at:
+            self.find_folder(now)
         if not self.supervisor.serving:
             return
         if self.placed_at is None:
@@ -198,6 +208,18 @@ class ReplicaHandle:
             self.peer.keep_open(self._first_message(), now)
         if self.peer.load is not None and self.peer.load is not self._load:
             self._take_load(self.peer.load, now)
+
+    def find_folder(self, now: float) -> bool:
+        """Whether its model's folder is there now, without which a process would only die."""
+        missing, self._folder_look_at = not Path(self.model.folder).is_dir(), now + _FOLDER_LOOK_S
+        if missing != self.folder_missing:
+            self.folder_missing = missing
+            if missing:
+                log("model_folder_missing", level="error", model=self.model.name, folder=self.model.folder)
+            else:
+                self.supervisor.pardon(now)
+                log("model_folder_found", model=self.model.name, folder=self.model.folder)
+        return not missing
 
     def forgive(self, lost_s: float, now: float) -> None:
         """Moves deadlines by a time in which this machine itself did not run: nobody is judged by that time."""
@@ -308,7 +330,7 @@ class ReplicaHandle:
             placed_at=self.placed_at if self.residency is Residency.DEVICE else None,
             evicted_at=self.evicted_at,
             startable=self.supervisor.process is not None
-            or (ready and self.leaving_at is None and self.supervisor.startable(now)),
+            or (ready and self.leaving_at is None and not self.folder_missing and self.supervisor.startable(now)),
             device_count=self.device_count,
         )
 
@@ -323,6 +345,7 @@ class ReplicaHandle:
     def state(self, now: float, unplaceable: str, ready_ms: int) -> ReplicaState:
         """The replica as gateways see it. `unplaceable` says why it can be on no device; `ready_ms` is what the policy
         expects, its own pauses apart."""
+        unplaceable = unplaceable or (self.reason if self.folder_missing else "")
         ready = unplaceable or self.residency is Residency.DEVICE
         pause_s = max(self.supervisor.pause_s(now), self._retry_at - now, 0.0)
         if self.transition is not None and self.toward is Residency.DEVICE:

@@ -193,6 +193,13 @@ class ReplicaSupervisor:
         """When the next process may be started."""
         return max(self._start_at, self._quarantined_until)
 
+    def pardon(self, now: float) -> None:
+        """Lets the next process start now: what the ones before died of is mended."""
+        self._start_at = self._quarantined_until = now
+        self._backoff.reset()
+        self._quarantine.reset()
+        self._deaths.clear()
+
     def quarantined(self, now: float) -> bool:
         return now < self._quarantined_until
 
@@ -308,9 +315,7 @@ class ReplicaSupervisor:
     def _pause(self, now: float) -> float:
         """Sets when the next process may start; the seconds until then."""
         if self.serving_since is not None and now - self.serving_since >= self._timeouts.stable_s:
-            self._backoff.reset()
-            self._quarantine.reset()
-            self._deaths.clear()
+            self.pardon(now)
         self._lived_s += now - self._started_at
         self._deaths.append(now - self._lived_s)
         pause_s = self._backoff.fail()

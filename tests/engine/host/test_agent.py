@@ -140,6 +140,30 @@ def test_a_replica_that_cannot_start_is_tried_with_growing_pauses_and_says_why(s
         host.until_serving("a", boot=5)
 
 
+def test_a_model_whose_folder_is_missing_waits_for_it_without_a_process_and_says_so_once(short: Path) -> None:
+    with hosting(short, {"m": "serve", "other": "serve"}) as host:
+        host.until_serving("m")
+        (short / "m").rename(short / "away")
+        os.kill(int((short / "away" / "pid-1").read_text()), signal.SIGKILL)
+        waiting = host.until("m", lambda state: state.residency is Residency.DISK and state.ready_ms < 0)
+        assert waiting.problem == f"its folder {short}/m is missing: it starts once that is there"
+        time.sleep(1.5)  # several looks, and longer than the pause before a restart
+        assert (host.fleet()["m"].boot, host.fleet()["other"].boot) == (1, 1)
+        (short / "away").rename(short / "m")
+        assert host.until_serving("m", boot=2).boot == 2
+        assert len(host.events("model_folder_missing")) == len(host.events("model_folder_found")) == 1
+
+
+def test_a_model_whose_folder_was_never_there_starts_once_it_is(short: Path) -> None:
+    with hosting(short, {"m": "serve"}) as host:
+        never = host.model("late")
+        (short / "late").rename(short / "away")
+        host.ask(host.spec.models[0], never)
+        assert host.until("late", lambda state: "is missing" in state.problem).boot == 0
+        (short / "away").rename(short / "late")
+        assert host.until_serving("late").boot == 1
+
+
 def test_a_replica_whose_program_cannot_be_started_leaves_the_others_alone(short: Path) -> None:
     with hosting(short, {"a": "serve", "b": "serve"}) as host:
         host.until_serving("a")
