@@ -137,7 +137,7 @@ def _print(document: dict[str, Any], residency: str) -> None:
         elif name == "compressed" and value is not None:
             original = format_bytes(value["original_bytes"])
             _line(name, f"{value['kind']}; bf16 would be {original}; level {value['level']}")
-        elif name not in ("running", "replicas") and value not in ("", None, []):
+        elif name not in ("running", "replicas") and value not in ("", None, [], {}):
             _line(name, _value_text(name, value))
     if "memory_bytes" in document:
         print(f"{'':28} (weights and the KV of one context, the least there must be; `kv_bytes` sets the pool's size)")

@@ -4,7 +4,7 @@ schemas and the readers cannot differ.
 This module adds only the rules on fields that exclude each other, which a type cannot express.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import cleandoc
 from typing import Any, Final, Literal
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from gateway import errors
-from gateway.api import chat, embeddings, rerank, run_native
+from gateway.api import body_fields, chat, embeddings, rerank, run_native
 from gateway.catalogue.catalogue import Model
 from gateway.http.exchange import Exchange
 from gateway.http.json_body import decode_query
@@ -79,7 +79,21 @@ def one(context: ListingContext, models: Sequence[Model], exchange: Exchange) ->
     model = context.find(models, name)
     if model is None:
         raise errors.no_such_model(name, context.did_you_mean(models, name))
-    return msgspec.json.encode(Schemas(Pair(input_schema(model.run_family), output_schema(model.run_family))))
+    asked = with_sampling(input_schema(model.run_family), model.run_family, model.sampling)
+    return msgspec.json.encode(Schemas(Pair(asked, output_schema(model.run_family))))
+
+
+def with_sampling(schema: Json, family: str, own: Mapping[str, float]) -> Json:
+    """The schema of a family's bodies with what is in force where a body leaves out how a model samples that has such
+    parameters of its `own`."""
+    if family == "native":
+        defaults = {**own, "temperature": run_native.TEMPERATURE_DEFAULT}
+    else:
+        defaults = {"temperature": body_fields.TEMPERATURE_DEFAULT, **own}
+    for name, value in defaults.items():
+        if name in schema["properties"]:
+            schema["properties"][name]["default"] = value
+    return schema
 
 
 def input_schema(family: str) -> Json:

@@ -269,6 +269,7 @@ def test_models_are_listed_and_shown(state: Path, capsys: pytest.CaptureFixture[
     weights = Path(shown["folder"]) / "model.safetensors"
     assert shown["weights_bytes"] == weights.stat().st_size
     assert "memory" in run(capsys, "models", "show", "@cf/hearth/ember")
+    assert shown["sampling"] == {}
     assert main(["models", "show", "@cf/no/such"]) == 1
 
 
@@ -292,7 +293,10 @@ def test_made_up_weights_and_small_kv_are_counted_from_the_config_alone(
         '[[models]]\nname = "@cf/made/up"\nfolder = "made-up"\nrandom_weights = true\n'
         'kv_dtype = "fp8"\ncontext_tokens = 16384\n'
     )
+    Path("made-up", "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
     shown = said(capsys, "models", "show", "@cf/made/up")
+    assert shown["sampling"] == {"temperature": 0.6, "top_k": 20}
+    assert re.search(r"^sampling +temperature 0.6, top k 20$", run(capsys, "models", "show", "@cf/made/up"), re.M)
     assert shown["weights_bytes"] == pytest.approx(16.06e9, rel=1e-3)
     assert shown["kv_bytes_per_token"] == 64 << 10
     assert shown["kv_of_a_context_bytes"] == 1 << 30

@@ -11,7 +11,7 @@ from engine.process.files import fingerprint
 from engine.protocol.frames import MachineState
 from engine.protocol.reports import MEMORY_REPORT_SUFFIX, WEIGHT_FILES, MemoryReport
 from gateway.catalogue.catalogue import folder_of, price_of
-from gateway.catalogue.model_config import read_model_config
+from gateway.catalogue.model_config import read_model_config, read_sampling
 from gateway.catalogue.tasks import ModelTask, read_embedding_spec, task_of
 from gateway.commands.access.residencies import replicas_of
 from gateway.commands.model_tools.layout import layout_here
@@ -108,6 +108,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
         return {**document, "problem": "its folder has no *.safetensors"}
     try:
         vectors = read_embedding_spec(folder, model_config, entry, ModelTask(document["task"]))
+        sampling = read_sampling(folder)
     except ModelFolderError as error:
         return {**document, "problem": str(error)}
     if vectors is not None:
@@ -118,6 +119,7 @@ def model_json(config: Config, entry: ModelEntryConfig) -> dict[str, Any]:
         **document,
         "context_tokens": sizes.context_tokens,
         "layers": sizes.layers,
+        "sampling": sampling,
         "stored_as": sizes.parameters_type,
         "weights_bytes": sizes.stored_bytes,
         "compressed": None

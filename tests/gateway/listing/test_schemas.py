@@ -138,7 +138,8 @@ async def test_a_models_schemas_are_those_of_its_dialect(tmp_path: Path) -> None
     async with served(tmp_path) as gateway:
         for below in ("/ai", f"/client/v4/accounts/{gateway.account_id}/ai"):
             said = (await gateway.call(f"{below}/models/schema?model={MODEL}", b"", "GET")).json["result"]
-            assert said["input"] == json.loads(json.dumps(schemas.input_schema("native")))
+            asked = schemas.with_sampling(schemas.input_schema("native"), "native", {})
+            assert said["input"] == json.loads(json.dumps(asked))
             answer = await gateway.run(prompt="hello", max_tokens=2)
             Draft202012Validator(said["output"]).validate(answer.json["result"])
         for query, code in (("", 5006), ("?model=nothing", 5007), ("?model=x&more=1", 5006)):
@@ -152,3 +153,15 @@ def test_every_family_says_what_clients_look_for_at_the_top(family: str) -> None
         assert schema["type"] == "object"
         assert isinstance(schema["additionalProperties"], bool)
         assert schema["description"]
+
+
+def test_a_models_own_sampling_is_what_its_schema_states_as_defaults_but_for_the_native_temperature() -> None:
+    def defaults(family: str, own: dict[str, float]) -> dict[str, float]:
+        fields = schemas.with_sampling(schemas.input_schema(family), family, own)["properties"]
+        return {name: field["default"] for name, field in fields.items() if "default" in field}
+
+    own = {"temperature": 0.2, "top_k": 20, "min_p": 0.05}
+    assert defaults("chat", own) == {**defaults("chat", {}), **own}
+    assert defaults("native", own) == {**defaults("native", {}), **own, "temperature": 0.6}
+    assert (defaults("chat", {})["temperature"], defaults("native", {})["temperature"]) == (1.0, 0.6)
+    assert defaults("embeddings", own) == {}
