@@ -3,7 +3,6 @@ that grows with its failures. It knows files and clocks, and neither what a repl
 """
 
 import contextlib
-import json
 import os
 import selectors
 import subprocess
@@ -18,7 +17,7 @@ from engine.log import LOG_FORMAT_VARIABLE, LOG_LEVEL_VARIABLE, as_text, is_want
 from engine.process.heartbeat import Heartbeat, ReplicaPhase
 from engine.process.supervised import Backoff, start_child
 from engine.protocol.connection import remove_socket
-from engine.protocol.reports import memory_report_path
+from engine.protocol.reports import loading_percent, memory_report_path
 from engine.protocol.specs import ReplicaSpec
 
 _LINE_BYTES_MAX: Final = 4096
@@ -353,7 +352,7 @@ class ReplicaSupervisor:
     def _pass_on(self, written: bytes) -> None:
         line = written[:_LINE_BYTES_MAX].decode("utf-8", "replace").rstrip()
         if line:
-            percent = _loading_percent(line)
+            percent = loading_percent(line)
             if percent is not None:
                 self.problem = f"loading {percent} %"
             self._lines.append(line)
@@ -372,12 +371,3 @@ class ReplicaSupervisor:
         """Removes what an earlier process left, or this one."""
         remove_socket(self.address)
         self.memory_path.unlink(missing_ok=True)
-
-
-def _loading_percent(line: str) -> int | None:
-    """How much of its weights a replica has read, where the line of its log says that."""
-    if '"event": "loading"' not in line:
-        return None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return int(json.loads(line)["percent"])
-    return None

@@ -1,5 +1,7 @@
 """Reports of a process on its work in a file or on its output: its memory, an inspected folder, a warmed model."""
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Final
@@ -52,3 +54,12 @@ class WarmupReport(msgspec.Struct, frozen=True, kw_only=True):
 def memory_report_path(heartbeat: str | os.PathLike[str]) -> Path:
     """The report of the replica that beats in this file."""
     return Path(heartbeat).with_suffix(MEMORY_REPORT_SUFFIX)
+
+
+def loading_percent(line: str) -> int | None:
+    """How much of its weights a replica has read, where the line of its log says that."""
+    if '"event": "loading"' not in line:
+        return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return int(json.loads(line)["percent"])
+    return None

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from cyclopts import Parameter
@@ -20,12 +20,17 @@ from cyclopts import Parameter
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE, VISIBLE_DEVICES_VARIABLE
 from engine.process.supervised import start_child
 from engine.protocol import frames
+from engine.protocol.reports import loading_percent
 from engine.protocol.specs import ReplicaSpec
 from engine.protocol.types import FinishReason, SamplingParams, Scope
 from gateway.catalogue.catalogue import spec_of
 from gateway.commands.model_tools.folder_check import FOREIGN_TOKENIZER, FolderReport, UnservableFolder
+from gateway.commands.terminal.output import progress_bar
 from gateway.settings.config import Config, ModelEntryConfig
 from gateway.text.tokenizer import TokenizationError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 Untried = Annotated[bool, Parameter(name="--untried", help="leave out the prompt that is run before it is added")]
 _PROMPT: Final = "Hello! What can you do?"
@@ -33,7 +38,8 @@ _TOKENS: Final = 8
 _CONTEXT_TOKENS: Final = 512
 _ANSWER_S: Final = 120.0
 _LOOK_S: Final = 0.05
-_PROGRESS_S: Final = 2.0
+_PROGRESS_S: Final = 0.25
+_BAR: Final = "{l_bar}{bar}| {elapsed}"  # the time is seen to pass while a process imports what it needs
 _NO_ROOM: Final = ("DoesNotFit", "OutOfDeviceMemory", "OutOfHostMemory", "out of memory")
 _ADVICE: Final = "see to what it says; --untried adds it all the same"
 
@@ -63,7 +69,11 @@ def try_prompt(config: Config, entry: ModelEntryConfig, report: FolderReport) ->
         environment |= {VISIBLE_DEVICES_VARIABLE: number} if number else {}
         process = start_child(command, output=log, environment=environment)
         try:
-            with _connected(process, f"{folder}/socket", Path(folder, "log")) as replica:
+            with (
+                progress_bar(desc=f"opening {entry.name}", total=100, bar_format=_BAR, leave=False) as bar,
+                _connected(process, f"{folder}/socket", Path(folder, "log"), bar) as replica,
+            ):
+                bar.set_description(f"{entry.name} answers its first prompt")
                 _ask(replica, prompt, report, entry)
         finally:
             process.kill()
@@ -81,16 +91,18 @@ def _encoded(entry: ModelEntryConfig, report: FolderReport) -> list[int]:
 
 
 @contextlib.contextmanager
-def _connected(process: "subprocess.Popen[bytes]", path: str, log: Path) -> Iterator[socket.socket]:
-    """A connection to the replica once it serves, with a line of progress now and then."""
-    began = shown = time.monotonic()
+def _connected(process: "subprocess.Popen[bytes]", path: str, log: Path, bar: "tqdm[Any]") -> Iterator[socket.socket]:
+    """A connection to the replica once it serves; until then the bar shows how much of its weights it has read."""
+    shown = 0.0
     with socket.socket(socket.AF_UNIX) as replica:
         while replica.connect_ex(path):
             if process.poll() is not None:
                 raise _ended(log)
-            if sys.stderr.isatty() and time.monotonic() - shown > _PROGRESS_S:
+            if not bar.disable and time.monotonic() - shown > _PROGRESS_S:
                 shown = time.monotonic()
-                print(f"loading it for one prompt, {shown - began:.0f} s", file=sys.stderr, flush=True)
+                percents = map(loading_percent, log.read_text(errors="replace").splitlines())
+                bar.n = max((percent for percent in percents if percent is not None), default=0)
+                bar.refresh()
             time.sleep(_LOOK_S)
         replica.settimeout(_ANSWER_S)
         yield replica

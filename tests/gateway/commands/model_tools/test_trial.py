@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 from array import array
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def test_a_folder_answers_a_prompt_before_it_is_added(folder: Path, capsys: pyte
     assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) == [
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
+
+
+def test_a_terminal_shows_how_far_the_first_prompt_is_and_a_file_has_none_of_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["models", "add", "notes", "notes"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["models", "add", "again", "notes"]) == 0
+    shown = capsys.readouterr().err
+    assert 0 <= shown.find("opening again") < shown.find("again answers its first prompt")
 
 
 def test_weights_that_give_no_numbers_are_found_by_the_prompt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
