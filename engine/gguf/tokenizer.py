@@ -65,6 +65,12 @@ PRE_TOKENIZERS: Final = {
 _ENDS: Final = frozenset(
     ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 )
+# general.sampling.* → generation_config.json, and what is written where a file says nothing: llama.cpp's own defaults,
+# but for those that a caller could not turn off. A small model drawn from all of its vocabulary says anything.
+_SAMPLING: Final = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+_UNSAID: Final = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
 _SPACE: Final = "▁"
 _TOKEN_CHARS_MAX: Final = 1024  # of known models' tokens the longest have some hundred
 
@@ -103,7 +109,14 @@ def tokenizer_files(file: GgufFile, vocabulary: int, context_tokens: int) -> Tok
     if templates := _templates(file):
         settings["chat_template"] = templates
     generation = {f"{name}_token_id": id for name, id in words.special.items() if name in ("bos", "pad")}
-    return TokenizerFiles(tokenizer, settings, generation | {"eos_token_id": words.end_ids})
+    generation |= {"eos_token_id": words.end_ids} | _sampling(file)
+    return TokenizerFiles(tokenizer, settings, generation)
+
+
+def _sampling(file: GgufFile) -> dict[str, Any]:
+    """How the model is sampled where a caller does not say."""
+    said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return _UNSAID | {name: value for name, value in said.items() if value is not None}
 
 
 class _Vocabulary:

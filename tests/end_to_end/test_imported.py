@@ -166,10 +166,10 @@ def test_what_is_drawn_is_as_likely_as_bounds_ask(smol: Hearth) -> None:
 
     def likelier(**fields: Any) -> list[tuple[int, float, float]]:
         """Of each token how many are likelier, their probability, and its own beside that of the likeliest."""
-        drawn = []
+        drawn, bounds = [], {"top_p": 1, "min_p": 0, **fields}  # the folder has bounds of its own
         for seed in range(4):
             choice = chat(
-                smol, QUESTIONS[2], max_tokens=12, temperature=1, seed=seed, logprobs=True, top_logprobs=8, **fields
+                smol, QUESTIONS[2], max_tokens=12, temperature=1, seed=seed, logprobs=True, top_logprobs=8, **bounds
             )
             for part in choice["logprobs"]["content"]:
                 tops = [each["logprob"] for each in part["top_logprobs"]]

@@ -13,6 +13,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 from engine.gguf.reader import GgufError, read_gguf
 from engine.gguf.tokenizer import PRE_TOKENIZERS, TokenizerFiles, tokenizer_files
+from gateway.catalogue.model_config import read_sampling
 from gateway.text.tokenizer import ModelTokenizer
 from tests.support.gguf_files import add_vocabulary, finish
 from tests.support.model_folders import CHATML, CORPUS
@@ -159,6 +160,18 @@ def test_the_folder_s_tokenizer_speaks_and_ends_as_the_file_says(tmp_path: Path)
     assert said.count(reference.token_to_id("<|im_end|>")) == 1  # the template's, never the caller's
     assert tokenizer.stop_ids == [reference.token_to_id("<|im_end|>"), 7]
     assert files.settings["eos_token"] == "<|im_end|>"
+
+
+def test_a_model_is_sampled_as_its_file_says_and_else_as_llama_cpp_would(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    ends = {"bos_token_id": 0, "eos_token_id": 1}
+    add_vocabulary(writer, ["<s>", "</s>", "a", "b", "ab"], {"<s>": CONTROL, "</s>": CONTROL}, merges=["a b"], **ends)
+    writer.add_float32("general.sampling.temp", 0.25)
+    writer.add_int32("general.sampling.top_k", 20)
+    files = tokenizer_files(read_gguf(finish(writer, tmp_path / "model.gguf")), 5, 512)
+    (tmp_path / "generation_config.json").write_text(json.dumps(files.generation))
+    said = {"temperature": 0.25, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    assert read_sampling(tmp_path) == said
 
 
 def test_known_ends_of_turns_and_texts_end_an_answer_where_they_are_control_tokens(tmp_path: Path) -> None:
