@@ -19,6 +19,7 @@ from engine.memory.streams import trim_memory
 from engine.models.config import ModelConfig
 from engine.models.cpu_step import CpuLayers
 from engine.models.decoders import CpuRowDecoder, Decoder, DecoderParameters, make_decoder, row_decoder
+from engine.process.allocator import large_blocks_in_heap
 from engine.step.executor import MemoryUsage, PagedMemory
 from engine.weights.assembly import weights_bytes
 
@@ -91,9 +92,10 @@ class CpuMemory:
             raise OutOfDeviceMemory(
                 f"{self.weights_bytes / 1e6:.0f} MB of weights are more than the {free / 1e6:.0f} free"
             )
-        decoder = make_decoder(self._config, self._load())
-        if self.images is not None:
-            self.images.wake()
+        with large_blocks_in_heap():
+            decoder = make_decoder(self._config, self._load())
+            if self.images is not None:
+                self.images.wake()
         restored_bytes = 0
         for (group, there), (_, blocks) in zip(self._with_groups(extents), self._with_groups(restore), strict=True):
             restored_bytes += group.wake(there, blocks)

@@ -1,21 +1,53 @@
-"""How the C library keeps memory: in one arena, and what is free there goes back to the system when it is told. It does
-not know what the memory is for.
+"""How the C library keeps memory: in one arena, large blocks apart from it where it is told to, and what is free there
+goes back to the system when it is told to. It does not know what the memory is for.
 
 glibc gives threads that allocate arenas of their own, each of which grows to the most that its thread ever held, and
 keeps it: in processes that serve for months, whose few threads take turns, that is memory nobody uses.
 """
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
-_M_ARENA_MAX: Final = -8  # malloc.h
+MAPPED_BYTES: Final = 240 << 10  # a kernel that oneDNN compiles has 252 KiB
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
+_HEAP_BYTES_MAX: Final = 32 << 20  # glibc takes no higher threshold
+_TOP_BYTES: Final = 64 << 20  # free at the heap's end: what a step frees is what the next one takes
 
 
 def keep_one_arena() -> None:
     """Lets later threads of this process, and its forks, allocate where the first one does; only glibc has arenas."""
     with suppress(AttributeError):  # of another C library
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def map_large_blocks() -> None:
+    """Gives each later block of MAPPED_BYTES and more pages of its own, which go back to the system when it is freed.
+
+    By itself glibc puts blocks of up to 32 MB into the heap once one of that size was freed. Those that stay a while,
+    as compiled kernels do, then leave holes between smaller ones that stay for longer, and the heap grows as if they
+    leaked.
+    """
+    _set_thresholds(MAPPED_BYTES)
+
+
+@contextmanager
+def large_blocks_in_heap() -> Iterator[None]:
+    """Undoes `map_large_blocks` for what is allocated within it and stays: only the heap has large pages for blocks
+    that are smaller than these (engine/hostinfo/cpu.py: paging_environment)."""
+    _set_thresholds(_HEAP_BYTES_MAX)
+    try:
+        yield
+    finally:
+        map_large_blocks()
+
+
+def _set_thresholds(mapped_bytes: int) -> None:
+    with suppress(AttributeError):  # of another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, mapped_bytes)
+        mallopt(_M_TRIM_THRESHOLD, _TOP_BYTES)
 
 
 def trim_heap() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.process import allocator
+from gateway import app
 from gateway.background import BackgroundJobs
 from gateway.batch import worker
 from tenants.limits import soft_caps
@@ -180,3 +182,14 @@ async def test_a_request_of_a_batch_whose_end_fails_leaves_no_hold(
         body = {"requests": [{"prompt": "hello", "max_tokens": 2}]}
         await gateway.call(f"{gateway.run_path}?queueRequest=true", body)
         await until(lambda: not bugs and not gateway.quota.open)
+
+
+@looped
+async def test_the_heap_is_trimmed_for_as_long_as_a_gateway_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed = list[None]()
+    monkeypatch.setattr(app, "_TRIM_S", 0.01)
+    monkeypatch.setattr(allocator, "trim_heap", lambda: trimmed.append(None))
+    async with served(tmp_path):
+        await until(lambda: len(trimmed) > 2)

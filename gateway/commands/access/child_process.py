@@ -102,10 +102,10 @@ class ChildLines:
         return "\n".join(self._tail)
 
     def _read(self, descriptor: int) -> None:
-        partial = b""
+        partial, piece = b"", bytearray(_LINE_BYTES_MAX)  # one piece for all: else each leaves a hole in the heap
         with open(descriptor, "rb", buffering=0) as pipe:
-            while written := pipe.read(_LINE_BYTES_MAX):
-                *lines, partial = (partial + written).split(b"\n")
+            while count := pipe.readinto(piece):
+                *lines, partial = (partial + piece[:count]).split(b"\n")
                 if len(partial) > _LINE_BYTES_MAX:
                     lines, partial = [*lines, partial], b""
                 for line in lines:

@@ -12,6 +12,7 @@ from gateway.settings.config import Config
 
 REPORT_S: Final = 1.0
 _LOOK_S: Final = 0.01
+_RECEIVE_BYTES: Final = 1 << 16
 
 
 class MachineWatcher:
@@ -21,6 +22,7 @@ class MachineWatcher:
         self._target = parse_address(address)
         self._socket: socket.socket | None = None
         self._frames = frames.FrameReader()
+        self._received = bytearray(_RECEIVE_BYTES)  # one for all looks: else each leaves a hole in the heap
         self._report: frames.MachineState | None = None
 
     def look(self) -> frames.MachineState | None:
@@ -29,11 +31,11 @@ class MachineWatcher:
             if self._socket is None:
                 self._connect()
             assert self._socket is not None
-            received = self._socket.recv(1 << 16)
-            for frame in self._frames.feed(received):
+            count = self._socket.recv_into(self._received)
+            for frame in self._frames.feed(bytes(self._received[:count])):
                 if isinstance(frame, frames.MachineState):
                     self._report = frame
-            if not received:
+            if not count:
                 self.close()
         except BlockingIOError:
             pass

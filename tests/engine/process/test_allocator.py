@@ -59,3 +59,38 @@ def test_holes_between_what_stays_go_back_to_the_system() -> None:
     by_itself, trimmed = map(int, run.stdout.split())
     assert by_itself < 10_000_000, "the control: a C library that returns them by itself does not try this"
     assert trimmed > 40_000_000
+
+
+KERNELS = """
+import contextlib, ctypes, sys
+from engine.process.allocator import keep_one_arena, large_blocks_in_heap, map_large_blocks
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+keep_one_arena()
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+library.free(library.malloc(30_000_000))  # from now on glibc puts less than that into the heap
+if sys.argv[1] != "neither":
+    map_large_blocks()
+kernels = []
+with large_blocks_in_heap() if sys.argv[1] == "undone" else contextlib.nullcontext():
+    for _ in range(100):
+        kernels.append(library.malloc(258_376))
+        ctypes.memset(kernels[-1], 1, 258_376)
+        library.malloc(2_000)  # stays
+full = resident()
+for kernel in kernels:
+    library.free(kernel)
+print(full - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc has such a heap")
+def test_kernels_between_what_stays_leave_no_holes_where_large_blocks_are_mapped() -> None:
+    returned = {}
+    for case in ("mapped", "undone", "neither"):
+        command = [sys.executable, "-c", KERNELS, case]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        returned[case] = int(run.stdout)
+    assert returned["mapped"] > 20_000_000
+    assert max(returned["neither"], returned["undone"]) < 5_000_000, "the control: the heap keeps them"

@@ -1,4 +1,5 @@
-"""A replica on a CPU returns the free memory of its heap to the system, however long it serves without a pause."""
+"""A replica on a CPU keeps little free memory in its heap: large blocks lie elsewhere, and what is free is returned to
+the system, however long it serves without a pause."""
 
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,10 @@ from engine.protocol.connection import listen
 from engine.protocol.specs import ReplicaSpec
 from engine.replica.replica import Replica, ReplicaLimits
 from engine.structured_output.manager import StructuredOutputManager
+from engine.weights.source import WeightSource
 from tests.support.small_models import reference_model, saved, spec
+
+load = WeightSource.load
 
 
 @pytest.mark.usefixtures("inference")
@@ -33,3 +37,18 @@ def test_free_memory_goes_back_once_a_minute(tmp_path: Path, monkeypatch: pytest
         Replica(told, opened, grammars, pulse, listener, ReplicaLimits(), orphaned, lambda: now[0]).run()
         opened.close()
     assert trimmed == [60.0, 120.0, 180.0]
+
+
+@pytest.mark.usefixtures("inference")
+def test_only_weights_are_large_blocks_of_the_heap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped_from, at_load = list[int](), list[int]()
+    monkeypatch.setattr(allocator, "_set_thresholds", mapped_from.append)
+    monkeypatch.setattr(WeightSource, "load", lambda *args: at_load.append(mapped_from[-1]) or load(*args))
+    model = spec(saved(reference_model("qwen3"), tmp_path), context_tokens=256, kv_bytes=4 << 20)
+    opened = open_model(model, "cpu", 1, lambda: None)
+    assert mapped_from[-1] == allocator.MAPPED_BYTES
+    opened.sleeper.sleep([[]])
+    opened.sleeper.wake([[]], [[]])
+    assert mapped_from[-1] == allocator.MAPPED_BYTES
+    assert at_load == [allocator._HEAP_BYTES_MAX] * 2
+    opened.close()

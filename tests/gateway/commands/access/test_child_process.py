@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 from engine.process.rotated_file import RotatedFile
@@ -65,3 +66,21 @@ def test_a_child_goes_on_where_nobody_reads_its_parents_output(tmp_path: Path) -
     assert child.lines.last(30).splitlines()[-1].startswith("39999 ")
     os.close(reading)
     output.close()
+
+
+def test_lines_are_read_without_a_new_piece_of_memory_for_each(tmp_path: Path) -> None:
+    """Pieces as long as the longest line, of which a short one stays, would leave the heap with holes."""
+    written = io.StringIO()
+    lines = ChildLines("child", RotatedFile(tmp_path / "log", 1 << 20, 1), LineOutput(written, text=True))
+    pipe = lines.open()
+    tracemalloc.start()
+    try:
+        for number in range(5):
+            os.write(pipe, f"line {number}\n".encode())
+            wait_for(lambda number=number: f"line {number}" in written.getvalue())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        os.close(pipe)
+    assert lines.last().endswith("line 4")
+    assert peak < 32 << 10

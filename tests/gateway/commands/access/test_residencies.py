@@ -5,6 +5,7 @@ import io
 import json
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from engine.protocol.frames import DeviceState, MachineState, ReplicaState, enco
 from engine.protocol.types import Residency
 from gateway.cli import main
 from gateway.commands.access import residencies
-from gateway.commands.access.residencies import at_rest, machine_reports, residency_text
+from gateway.commands.access.residencies import MachineWatcher, at_rest, machine_reports, residency_text
 from gateway.commands.serve import ServeSupervisor
 from gateway.commands.terminal.options import SettingsSource
 from gateway.settings.config import load_config
 from gateway.settings.telemetry import LogConfig
 from gateway.state_dir import Credentials, open_state
+from tests.support.waiting import wait_for
 
 EMBER = "@cf/hearth/ember"
 GIB = 1 << 30
@@ -113,6 +115,22 @@ def test_a_machine_that_reports_nothing_is_not_waited_for_for_long(
     monkeypatch.setattr(residencies, "REPORT_S", 0.05)
     machine.said = None
     assert machine_reports(load_config()) == []
+
+
+def test_a_machine_is_looked_at_without_new_memory_for_each_look(machine: Machine) -> None:
+    machine.tell(replica(Residency.DEVICE))
+    watcher = MachineWatcher(load_config().machine_address)
+    wait_for(lambda: watcher.look() is not None)
+    tracemalloc.start()
+    try:
+        for _ in range(5):
+            machine.tell(replica(Residency.DEVICE))
+            assert watcher.look() is not None
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        watcher.close()
+    assert peak < 32 << 10
 
 
 def test_models_and_doctor_say_where_each_is(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
