@@ -31,7 +31,8 @@ from tenants.store.protocol import Clock, NameTaken, Store, StoreUnavailable
 
 PEPPER: Final = 1  # the version of the pepper that seals new tokens
 TRUSTED_S: Final = 0.5  # how long a verified token is believed; revocation must be seen within 1 s
-VERIFIED_MAX: Final = 10_000  # verified tokens kept in memory
+VERIFIED_MAX: Final = 10_000  # verified tokens kept in memory, and
+KEPT_S: Final = 300.0  # for so long after they were verified last: one that ended stays so while the store is away
 NAME_MAX: Final = 100
 ACCOUNT_ID: Final = re.compile(r"[0-9a-f]{32}")
 AMENDS_MAX: Final = 10  # tries of one change beside concurrent ones
@@ -183,7 +184,8 @@ class AccountService:
     def _remember(self, key: bytes, verified: _Verified) -> None:
         self._verified[key] = verified
         self._verified.move_to_end(key)
-        if len(self._verified) > VERIFIED_MAX:
+        oldest = verified.at - KEPT_S
+        while len(self._verified) > VERIFIED_MAX or next(iter(self._verified.values())).at < oldest:
             self._verified.popitem(last=False)
 
     async def create(self, name: str, ceiling: Limits | None = None, plan: str = DEFAULT_PLAN.name) -> Account:

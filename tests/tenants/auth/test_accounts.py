@@ -246,6 +246,18 @@ async def test_verified_tokens_in_memory_are_limited(accounts: AccountService, m
     assert len(accounts._verified) == 3
 
 
+async def test_a_token_that_is_used_no_more_is_forgotten(accounts: AccountService, clock: Any) -> None:
+    idle, used = [(await minted(accounts))[1] for _ in range(2)]
+    await accounts.verify(idle)
+    for _ in range(4):
+        await accounts.verify(used)
+        assert len(accounts._verified) == 2
+        clock.now_s += module.KEPT_S / 4
+    clock.now_s += 1
+    await accounts.verify(used)
+    assert len(accounts._verified) == 1
+
+
 def everything_kept(store_url: str, folder: Path) -> bytes:
     if store_url.startswith("sqlite:"):
         return b"".join(path.read_bytes() for path in folder.glob("hearth.db*"))
