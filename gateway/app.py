@@ -7,16 +7,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Final
 
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from engine.process import allocator
 from gateway.admin.routes import admin_routes
 from gateway.api.routes import RUN_FAMILIES
 from gateway.authentication import Authenticator
-from gateway.background import BackgroundJobs
+from gateway.background import BackgroundJobs, keep_heap_trimmed
 from gateway.batch.worker import BatchWorker
 from gateway.console.routes import console_routes
 from gateway.http.routes import Endpoint, ExchangeServer, Handler, by_method, no_route
@@ -28,8 +26,6 @@ from gateway.serving import Serving, open_serving
 from gateway.settings.config import Config, SettingsFile
 from gateway.tenancy import Tenancy, open_tenancy
 from tenants.store.protocol import Clock
-
-_TRIM_S: Final = 60.0
 
 
 class App:
@@ -125,19 +121,11 @@ class App:
             "alerts": context.metrics.alerts.run,
             "scrubber": self._serving.endpoint.scrubber.run,
             "encodings": context.encodings.run,
-            "heap": _keep_trimmed,
+            "heap": keep_heap_trimmed,
             **hosts.jobs,
             **self._tenancy.background,
         }
         return BackgroundJobs(jobs, ("fleet",), context.metrics.count_job_failures(jobs))
-
-
-async def _keep_trimmed() -> None:
-    """Returns the heap's free memory to the system, for ever: requests of many sizes leave holes between what is kept
-    of accounts for minutes. Of 100 MB it takes some 3 ms, in which the loop stands still."""
-    while True:
-        await asyncio.sleep(_TRIM_S)
-        allocator.trim_heap()
 
 
 def build_app(

@@ -6,7 +6,6 @@ sleeps leaves its weights to the page cache, on a GPU too, and reads them again 
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,6 @@ from engine.execution.memory_plan import CONTEXT_BYTES
 from engine.memory.errors import OutOfDeviceMemory
 from engine.memory.streams import DeviceStream, StreamEvent, trim_memory
 from engine.models.bert import BertEncoder
-from engine.process.allocator import large_blocks_in_heap
 from engine.step.cost_model import CostModel
 from engine.step.encoder_layout import unpack_texts
 from engine.step.executor import InflightStep, MemoryUsage, RunnerOutput
@@ -72,7 +70,7 @@ class EncoderMemory:
         """As in Sleeper: reads the weights again. Returns their bytes."""
         assert self.encoder is None, "awake already"
         try:
-            with self.stream.entered(), nullcontext() if self.stream.queues else large_blocks_in_heap():
+            with self.stream.entered():
                 self.encoder = self._load()
         except OutOfDeviceMemory:
             trim_memory(self.stream.device)

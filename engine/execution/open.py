@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,6 @@ from engine.execution.open_cpu import block_exchange, open_cpu
 from engine.execution.open_encoder import open_encoder
 from engine.memory.errors import OutOfDeviceMemory
 from engine.models.config import ModelConfig, ModelConfigError, is_encoder, read_decoder_config
-from engine.process.allocator import large_blocks_in_heap
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
@@ -44,21 +43,19 @@ def open_model(
     `inference_mode` meanwhile. Calls `beat` after each tensor; afterwards each launch calls it after each layer.
 
     A decoder maps as much KV as device_bytes leave beside its weights, but what one context takes in any case; None:
-    all. With `standby` it makes ready to sleep. On a CPU, large blocks that this process allocates later are mapped
-    (engine/process/allocator.py). Raises one of UNSERVABLE.
+    all. With `standby` it makes ready to sleep. Raises one of UNSERVABLE.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    where = select_device(device)
-    with large_blocks_in_heap() if where.type == "cpu" else nullcontext():
-        if is_encoder(Path(model.folder)):
-            return open_encoder(model, where, beat)
-        return _open_decoder(model, where, beat, device_bytes, standby)
+    if is_encoder(Path(model.folder)):
+        return open_encoder(model, select_device(device), beat)
+    return _open_decoder(model, device, beat, device_bytes, standby)
 
 
 def _open_decoder(
-    model: ModelSpec, where: torch.device, beat: Callable[[], None], device_bytes: int | None, standby: bool
+    model: ModelSpec, device: str, beat: Callable[[], None], device_bytes: int | None, standby: bool
 ) -> LoadedModel:
+    where = select_device(device)
     config, tokens, files, source = read_decoder(model, where)
     images: ImageEncoder | None = None
     with ExitStack() as resources:

@@ -10,6 +10,7 @@ from engine.execution.cpu_runner import CpuRunner
 from engine.execution.kv_groups import CpuKVGroup
 from engine.hostinfo.memory import available_memory_bytes
 from engine.images.cpu_images import CpuImageEncoder
+from engine.process.allocator import large_blocks_in_heap
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.step.exchange import BlockExchange
@@ -32,15 +33,17 @@ def open_cpu(
     model: ModelSpec, source: WeightSource, files: ModelFiles, context_tokens: int, beat: Callable[[], None],
     device_bytes: int | None, resources: ExitStack,
 ) -> tuple[CpuRunner, CpuMemory, MemoryReport]:  # fmt: skip
-    """Loads the parameters now and at each wake. `resources` closes the memory. Raises DoesNotFit."""
-    config, parameters = source.config, source.load(beat)
-    images = None if config.vision is None else _open_images(model, source, files, beat)
-    free_bytes = available_memory_bytes()
-    blocks = plan_blocks(model, config, source.dtype, context_tokens, free_bytes)
-    opened = CpuModel(
-        model, config, parameters, lambda: files.reread(lambda: source.load(beat)), blocks, source.dtype,
-        context_tokens, images,
-    )  # fmt: skip
+    """Loads the parameters now and at each wake. `resources` closes the memory. Large blocks that this process
+    allocates later are mapped (engine/process/allocator.py). Raises DoesNotFit."""
+    with large_blocks_in_heap():
+        config, parameters = source.config, source.load(beat)
+        images = None if config.vision is None else _open_images(model, source, files, beat)
+        free_bytes = available_memory_bytes()
+        blocks = plan_blocks(model, config, source.dtype, context_tokens, free_bytes)
+        opened = CpuModel(
+            model, config, parameters, lambda: files.reread(lambda: source.load(beat)), blocks, source.dtype,
+            context_tokens, images,
+        )  # fmt: skip
     resources.callback(opened.memory.close)
     for pool, count in zip(opened.pools, opened.initial_extents(device_bytes, free_bytes), strict=True):
         pool.map(range(count))

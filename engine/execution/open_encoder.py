@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +16,7 @@ from engine.execution.memory_plan import context_tokens
 from engine.memory.streams import DeviceStream
 from engine.models.bert import BertEncoder, EncoderParameters
 from engine.models.config import read_encoder_config
+from engine.process.allocator import large_blocks_in_heap
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
@@ -32,13 +33,15 @@ _SEQUENCES: Final = {"cpu": 64, "cuda": 1024}
 
 def open_encoder(model: ModelSpec, device: torch.device, beat: Callable[[], None]) -> LoadedModel:
     """Loads `model.folder`, now and at each wake. Calls `beat` after each tensor; afterwards each launch calls it after
-    each layer. Raises ModelConfigError, CheckpointError or DoesNotFit, each saying what to change."""
+    each layer. On a CPU, large blocks that this process allocates later are mapped (engine/process/allocator.py).
+    Raises ModelConfigError, CheckpointError or DoesNotFit, each saying what to change."""
     config = read_encoder_config(Path(model.folder))
     dtype, tokens = encoder_dtype(model, config, device), context_tokens(model, config.context_tokens)
     files = ModelFiles(Path(model.folder), model.random_weights)
 
     def load() -> EncoderParameters:
-        return load_encoder(model, config, dtype, device, beat)
+        with large_blocks_in_heap() if device.type == "cpu" else nullcontext():
+            return load_encoder(model, config, dtype, device, beat)
 
     parameters = load()
     memory = EncoderMemory(

@@ -25,9 +25,8 @@ def keep_one_arena() -> None:
 def map_large_blocks() -> None:
     """Gives each later block of MAPPED_BYTES and more pages of its own, which go back to the system when it is freed.
 
-    By itself glibc puts blocks of up to 32 MB into the heap once one of that size was freed. Those that stay a while,
-    as compiled kernels do, then leave holes between smaller ones that stay for longer, and the heap grows as if they
-    leaked.
+    By itself glibc puts blocks of up to 32 MB into the heap once one of that size was freed. Compiled kernels, which
+    stay a while, then leave holes between smaller blocks that stay for longer, and the heap grows as if they leaked.
     """
     _set_thresholds(MAPPED_BYTES)
 

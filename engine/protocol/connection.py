@@ -12,7 +12,7 @@ from typing import Final
 from engine.protocol.address import parse_address
 from engine.protocol.frames import Frame, FrameError, FrameReader, encode_frame
 
-_RECEIVE_BYTES: Final = 1 << 17
+_RECEIVE_BYTES: Final = 1 << 17  # less than what lies apart from the heap (engine/process/allocator.py)
 _VANISHED_MS: Final = 3000  # a peer that acknowledges nothing for so long is gone
 
 

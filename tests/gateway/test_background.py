@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.process import allocator
-from gateway import app
+from gateway import background
 from gateway.background import BackgroundJobs
 from gateway.batch import worker
 from tenants.limits import soft_caps
@@ -189,7 +189,7 @@ async def test_the_heap_is_trimmed_for_as_long_as_a_gateway_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed = list[None]()
-    monkeypatch.setattr(app, "_TRIM_S", 0.01)
+    monkeypatch.setattr(background, "_TRIM_S", 0.01)
     monkeypatch.setattr(allocator, "trim_heap", lambda: trimmed.append(None))
     async with served(tmp_path):
         await until(lambda: len(trimmed) > 2)

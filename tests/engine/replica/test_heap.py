@@ -47,7 +47,8 @@ def test_only_weights_are_large_blocks_of_the_heap(tmp_path: Path, monkeypatch: 
     model = spec(saved(reference_model("qwen3"), tmp_path), context_tokens=256, kv_bytes=4 << 20)
     opened = open_model(model, "cpu", 1, lambda: None)
     assert mapped_from[-1] == allocator.MAPPED_BYTES
-    opened.sleeper.sleep([[]])
+    fall_asleep = opened.sleeper.sleep
+    fall_asleep([[]])
     opened.sleeper.wake([[]], [[]])
     assert mapped_from[-1] == allocator.MAPPED_BYTES
     assert at_load == [allocator._HEAP_BYTES_MAX] * 2
