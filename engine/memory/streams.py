@@ -3,16 +3,15 @@
 It is the one place that tells a GPU from a device that computes at once, as a CPU does when it tries the GPU's path.
 """
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from engine.memory.errors import OutOfDeviceMemory
+from engine.process.allocator import trim_heap
 
 
 class DeviceStream:
@@ -87,6 +86,5 @@ def trim_memory(device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
-    elif sys.platform == "linux":
-        with suppress(AttributeError):  # of another C library than glibc
-            ctypes.CDLL(None).malloc_trim(0)
+    else:
+        trim_heap()
