@@ -41,13 +41,13 @@ class CommandKind(enum.IntEnum):
     DROP = 11
     PREPARE = 12
     HEAD = 13
+    PART = 16  # LAUNCH of a micro-batch behind which others of its step come
     TIER_GROW = 17
     TIER_SHRINK = 18
     TIER_ZERO = 19
     TIER_STORE = 20
     TIER_LOAD = 21
     TIER_JOIN = 22  # steps begin behind the oldest load that none began behind
-    PART = 16  # LAUNCH of a micro-batch behind which others of its step come
 
 
 COMPUTES: Final = frozenset({CommandKind.LAUNCH, CommandKind.PART, CommandKind.HEAD})

@@ -12,7 +12,7 @@ from engine.memory.errors import OutOfHostMemory
 from engine.memory.streams import StreamEvent
 from engine.ranks.board import RankBoard
 from engine.ranks.command_ring import COMPUTES, Command, CommandKind, CommandReader
-from engine.ranks.leader import REFUSALS
+from engine.ranks.leader import REFUSALS, grow_or_refuse
 from engine.step.executor import DecoderMemory
 
 _CHANGES_MEMORY: Final = frozenset(
@@ -64,7 +64,7 @@ class FollowerModel:
                 assert self._graphs is not None
                 captures = command.kind == CommandKind.CAPTURE
                 (self._graphs.capture if captures else self._graphs.drop)(payload[0], payload[1])
-            case kind if kind >= CommandKind.TIER_GROW:
+            case kind if kind.name.startswith("TIER_"):
                 self._apply_to_tier(kind, payload)
             case kind:
                 memory, blocks = self._memory.memories[payload[0]], payload[1]
@@ -85,8 +85,7 @@ class FollowerModel:
         assert isinstance(tier, SlotTier)
         match kind:
             case CommandKind.TIER_GROW:
-                if not tier.grow():
-                    raise OutOfHostMemory("the host has no more memory for KV")
+                grow_or_refuse(tier)
             case CommandKind.TIER_SHRINK:
                 tier.shrink()
             case CommandKind.TIER_ZERO:

@@ -192,6 +192,12 @@ class RankedPagedMemory:
         self._commands.do(RankCommand(kind, (self._index, *payload), act))
 
 
+def grow_or_refuse(tier: SlotTier) -> None:
+    """Adds slots to one rank's tier. Raises OutOfHostMemory where the host has no more for them."""
+    if not tier.grow():
+        raise OutOfHostMemory("the host has no more memory for KV")
+
+
 class RankedTier:
     """A BlockTier of several ranks, each of which has its part of every block in slots of its own. `copied` speaks of
     rank 0's."""
@@ -217,7 +223,7 @@ class RankedTier:
             return False
         try:
             self._commands.attempt(
-                RankCommand(CommandKind.TIER_GROW, (), self._grow_local),
+                RankCommand(CommandKind.TIER_GROW, (), partial(grow_or_refuse, self._local)),
                 RankCommand(CommandKind.TIER_SHRINK, (), self._local.shrink),
             )
         except OutOfHostMemory as error:
@@ -236,10 +242,6 @@ class RankedTier:
 
     def zero(self, slots: Items[int]) -> None:
         self._do(CommandKind.TIER_ZERO, partial(self._local.zero, slots), [*slots])
-
-    def _grow_local(self) -> None:
-        if not self._local.grow():
-            raise OutOfHostMemory("the host has no more memory for KV")
 
     def _do(self, kind: CommandKind, act: Callable[[], None], *payload: list[int]) -> None:
         self._commands.do(RankCommand(kind, payload, act))
