@@ -25,8 +25,7 @@ class _Bound(NamedTuple):
 
 
 def _single(number: float) -> float:
-    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
-    return rounded
+    return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
 class PictureLayout(NamedTuple):
