@@ -42,6 +42,13 @@ def is_slow(name: str, seconds: float) -> bool:
     return seconds >= SLOW_S or name.startswith(SLOW_FOLDERS)
 
 
+def pytest_sessionstart() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.interpreter import spare_repetitions
+
+        spare_repetitions()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets each worker begin to import the tests of a folder at another place: a clean clone has nothing compiled yet,
     and what one worker has compiled, the others find. That is a third of what collecting costs them."""

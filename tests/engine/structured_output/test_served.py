@@ -110,7 +110,7 @@ def test_a_grammar_that_cannot_be_used_is_rejected_before_anything_starts(peer: 
     tokens = prompt(tokenizer, "Hello.")
     peer.submit(1, tokens, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"not": {}}'), n=2)
     peer.submit(3, tokens, grammar=Grammar(GrammarKind.LARK, ENDLESS))
-    peer.submit(4, tokens, grammar=VOWELS, terms=SchedulingTerms(erase=True), scope=Scope())
+    peer.submit(4, tokens, max_tokens=20, grammar=VOWELS, terms=SchedulingTerms(erase=True), scope=Scope())
     peer.until(finished(1, 3, 4), LIMIT_S)
     for id, named in ((1, '"not"'), (3, "0.5 s")):
         assert peer.rejected[id].reason == RejectReason.GRAMMAR
