@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ DURATIONS = Path(__file__).with_name("durations.json")
 SLOW_S = 1.0
 SLOW_TIMEOUT_S = 300  # of a slow test, or
 BUSY = 40  # times what it took when it was measured: that was on quiet cores
+UNTIL_S = float(os.environ.get("HEARTH_TESTS_UNTIL", "inf"))  # of the epoch: slow tests are left out from then on
 SLOW_FOLDERS = ("tests/end_to_end", "tests/conformance")  # whole servers, which start once and serve all their tests
 
 
@@ -40,13 +43,6 @@ def measured_s() -> dict[str, float]:
 def is_slow(name: str, seconds: float) -> bool:
     """Whether it took SLOW_S and more when it was measured, or needs a server of its own."""
     return seconds >= SLOW_S or name.startswith(SLOW_FOLDERS)
-
-
-def pytest_sessionstart() -> None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.support.interpreter import spare_repetitions
-
-        spare_repetitions()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,7 +70,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(max(SLOW_TIMEOUT_S, BUSY * took)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > UNTIL_S and item.get_closest_marker("slow"):
+        pytest.skip("no time is left: HEARTH_TESTS_UNTIL")
+
+
 def pytest_collection_finish() -> None:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        from tests.support.interpreter import spare_repetitions
+
+        spare_repetitions()
     gc.collect()
     gc.freeze()  # thousands of tests and what they import stay: collections need not go through them again
 

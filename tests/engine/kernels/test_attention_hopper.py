@@ -26,13 +26,11 @@ NARROW: dict[str, Any] = {"KEYS": 64, "RING": 3, "MERGED_G": 4}
 NARROW_SHARED_MOST = SHARED_MOST // attention_hopper.NARROW_PROGRAMS  # they share a multiprocessor
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "small heads": {"D": 64, "BLOCK_TOKENS": 64},
     "windows": {"WINDOWED": True, "BLOCK_TOKENS": 8, "UNIT": 8},
     "softcap": {"CAPPED": True, "G": 7, "HEADS": 56},
-    "sinks": {"SINKS": True, "G": 8, "HEADS": 64, "D": 64},
+    "small heads, sinks": {"SINKS": True, "G": 8, "HEADS": 64, "D": 64, "BLOCK_TOKENS": 64},
     "narrow": NARROW,
-    "narrow, sinks": {**NARROW, "SINKS": True, "G": 8, "MERGED_G": 8, "HEADS": 64, "D": 64, "WINDOWED": True},
-    "narrow, windows": {**NARROW, "WINDOWED": True, "D": 64, "BLOCK_TOKENS": 64},
+    "narrow, windows, sinks": {**NARROW, "SINKS": True, "G": 8, "MERGED_G": 8, "HEADS": 64, "D": 64, "WINDOWED": True},
 }
 
 

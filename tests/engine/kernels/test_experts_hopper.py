@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[int, int, RoutingRule]] = {
     "qwen3": (2048, 768, RoutingRule(128, 8, normed=True)),
     "gpt-oss": (2880, 2880, RoutingRule(32, 4, RouterScores.SOFTMAX_OF_CHOSEN)),
 }
-ROWS = (1, 64, 256, 8192)
+ROWS = (1, 256, 8192)
 FP8 = "*fp8e4nv"
 POINTERS = {
     "logits": "*fp32", "x": "*bf16", "w": "*bf16", "bias": "*bf16", "out": "*bf16", "added": "*fp32",

@@ -32,7 +32,7 @@ parameters = {{ "path.account_id" = "{other}" }}
 # the same description: there a few tries show that it is the same that answers.
 GROUPS = {
     "administration": ("^/client/(?!.*/ai/)|^/[dhmr]|^/version", "coverage,fuzzing", 6),
-    "inference": ("^/client/v4/accounts/.*/ai/", "coverage,fuzzing", 6),
+    "inference": ("^/client/v4/accounts/.*/ai/", "fuzzing", 6),
     "by token alone": ("^/(ai|v1)/", "fuzzing", 4),
 }
 
