@@ -11,7 +11,7 @@ how large steps may be, not what they compute, and not when a model is to sleep,
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Protocol, Self
 from weakref import proxy
 
 import torch
@@ -35,7 +35,7 @@ from engine.models.config import ModelConfig
 from engine.models.gpu_step import RankWindows, StepBuffers
 from engine.models.llama import kv_shape
 from engine.protocol.specs import ModelSpec
-from engine.step.executor import MemoryUsage
+from engine.step.executor import ImageEncoder, MemoryUsage
 from engine.step.layout import HEADER_WORDS
 from engine.weights.device_buffer import WeightBuffer
 
@@ -59,15 +59,34 @@ class StepLimits:
 
     @classmethod
     def of(
-        cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int, groups: int = 1
-    ) -> Self:
-        """`sequences` and `step_tokens` as a spec asks for them, or None."""
+        cls, sequences: int | None, step_tokens: int | None, context_tokens: int, block_tokens: int, groups: int = 1,
+        image_tokens: int = 0,
+    ) -> Self:  # fmt: skip
+        """`sequences` and `step_tokens` as a spec asks for them, or None. An image's tokens may come beside those."""
         sequences = sequences or SEQUENCES
         prompt_step_tokens = step_tokens or _PROMPT_STEP_TOKENS
-        rows = min(max(prompt_step_tokens, sequences), sequences * context_tokens)
+        rows = min(max(prompt_step_tokens, sequences) + image_tokens, sequences * context_tokens)
         tables = sequences * -(-context_tokens // block_tokens)
         words = HEADER_WORDS + rows * _ROW_WORDS + groups * (rows * _GROUP_ROW_WORDS + tables) + _MORE_WORDS
         return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
+
+
+class SleepingEncoder(ImageEncoder, Protocol):
+    """What encodes images on a GPU (images/gpu_images.py), as the memory and steps see it.
+
+    encoding_bytes  that `encode` takes for a moment.
+    """
+
+    encoding_bytes: int
+
+    def clear(self) -> None:
+        """Has what was placed zeroed behind the step that reads it, which is queued."""
+
+    def sleep(self) -> None:
+        """Once what is encoded at this moment is done: the parameters' memory may go."""
+
+    def wake(self, arrived: StreamEvent) -> None:
+        """Encodes again, behind the mark of the parameters, which are on their way."""
 
 
 class GpuMemory:
@@ -80,6 +99,7 @@ class GpuMemory:
     windows         what several ranks of a stage share (memory/symmetric.py),
     windows_bytes   and what all that is shared holds of the device for good, asleep too.
     handover_bytes  left to windows for blocks that other replicas hand over; none while it sleeps.
+    images          what encodes images, if the model takes any here; it sleeps and wakes with it.
     sampled_rows    how many tokens the last launched step sampled, to which the next may point; 0 after a wake.
     """
 
@@ -95,6 +115,7 @@ class GpuMemory:
         self.sampled_rows = 0
         self.windows: RankWindows | None = None
         self.windows_bytes = 0
+        self.images: SleepingEncoder | None = None
         self.handover_bytes = windows_bytes(model, pools.pools, weights.arena.max_bytes)
         self.pools = pools
         self.workspace = Workspace(weights.arena, stream.device)
@@ -110,7 +131,7 @@ class GpuMemory:
             with stream.entered(), self.workspace.entered():
                 self.buffers = StepBuffers.make(
                     config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens,
-                    kept_steps * sampled_rows,
+                    kept_steps * sampled_rows, 0 if config.vision is None else rows,
                 )  # fmt: skip
                 tiers = [
                     HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
@@ -150,6 +171,8 @@ class GpuMemory:
                 group.pool.clear(group.mapped)
             self.workspace.clear()
         self._copies.wait()
+        if self.images is not None:
+            self.images.sleep()
         self._weights.unmap()  # while the rest is zeroed
         self.stream.wait()
         for group in self.groups:
@@ -195,10 +218,14 @@ class GpuMemory:
         for group in self.groups:
             group.asleep = False
         self.awake, self.sampled_rows, self._arrivals = True, 0, arrivals
+        if self.images is not None:
+            self.images.wake(arrivals[-1])
         return copied + self._weights.bytes
 
     def close(self) -> None:
         """Gives everything back, on the host too. Graphs in the workspace are closed. It may be called again."""
+        if self.images is not None:
+            self.images.sleep()
         self.stream.wait()
         self._copies.wait()
         if self.tier is not None:
@@ -221,12 +248,20 @@ class GpuMemory:
         return not self._arrivals
 
     def arrivals(self) -> list[StreamEvent]:
-        """The marks of the stages that are on their way, in the order of their use; none where all have arrived."""
-        return [] if self.arrived() else self._arrivals
+        """The marks of a step's stages that are on their way, in the order of their use; none where all have arrived,
+        and what encodes images too."""
+        if self.arrived():
+            return []
+        return self._arrivals if self.images is None else self._arrivals[:-1]
 
     def fixed_bytes(self, graphs: int) -> int:
         """What the model takes of the device beside its KV, with so many graphs."""
-        return self._asleep_bytes(graphs) + self._weights.bytes + self.workspace.bytes + self.handover_bytes
+        return self._asleep_bytes(graphs) + self._weights.bytes + self.workspace.bytes + self.unmapped_bytes
+
+    @property
+    def unmapped_bytes(self) -> int:
+        """What is left to others for a while: blocks that are handed over, and images that are encoded."""
+        return self.handover_bytes + (0 if self.images is None else self.images.encoding_bytes)
 
     def _asleep_bytes(self, graphs: int) -> int:
         return CONTEXT_BYTES + graphs * GRAPH_BYTES + self.windows_bytes

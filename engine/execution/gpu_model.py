@@ -14,6 +14,7 @@ from engine.execution.artifacts import kernels_folder
 from engine.execution.gpu_memory import GpuMemory, StepLimits, open_gpu_memory
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.gpu_trial import TrialRunner, TrialSteps
+from engine.execution.gpu_vision import add_images, decoder_tensors, load_vision, reserve_weights
 from engine.execution.memory_plan import DoesNotFit
 from engine.kernels.compile_cache import share_kernel_cache
 from engine.kernels.ranks.windows import RankWindows
@@ -23,7 +24,6 @@ from engine.models.decoders import DecoderParameters
 from engine.protocol.specs import ModelSpec
 from engine.step.executor import DecoderExecutor, DecoderMemory
 from engine.step.order import StepAnnouncer
-from engine.weights.device_buffer import WeightBuffer
 from engine.weights.source import ShardSource, WeightSource
 
 
@@ -90,27 +90,31 @@ class GpuModel:
     ) -> None:  # fmt: skip
         """`resources` closes weights and memory. Raises DoesNotFit or OutOfDeviceMemory."""
         device, own = source.device, source if part is None else part.source
-        _require_weights_fit(device, own.bytes)
+        _require_weights_fit(device, own.bytes + source.vision_bytes)
         self.model, self.config = (model, config) if part is None else (part.model, own.config)
         self.context_tokens = context_tokens
         self._part = part
-        weights = WeightBuffer(Arena.of(device, None if part is None else part.arena_bytes), own.shapes)
+        arena = Arena.of(device, None if part is None else part.arena_bytes)
+        weights = reserve_weights(arena, own, source)
         resources.callback(weights.close)
         with ThreadPoolExecutor(1) as beside:  # one thread waits for files and copies, while the other computes
             # On every rank: what one finds beside the model and another compiles would look as if that one hung.
             shared = beside.submit(share_kernel_cache, kernels_folder(Path(model.folder)))
-            into = dict(weights.tensors)
+            into = decoder_tensors(weights)
             self.parameters = source.load(beat, into) if part is None else part.load_parameters(beat, into)
+            encoder = load_vision(source, weights, beat)
             shared.result()
         self.step_limits = StepLimits.of(
-            model.sequences, model.step_tokens, context_tokens, model.block_tokens, len(config.kv_groups)
-        )
+            model.sequences, model.step_tokens, context_tokens, model.block_tokens, len(config.kv_groups),
+            0 if config.vision is None else config.vision.tokens,
+        )  # fmt: skip
         self.launch_limits = self.step_limits if part is None else part.launch_limits(self.step_limits, context_tokens)
         self.memory = open_gpu_memory(
             self.model, self.config, source.dtype, weights, self.launch_limits, context_tokens, device,
             *(() if part is None else (part.sizes, part.kept_steps)),
         )  # fmt: skip
         resources.callback(self.memory.close)
+        add_images(self.memory, config.vision, encoder)
         if part is not None:
             self.memory.windows = part.windows if part.windows.ranks > 1 else None
             self.memory.windows_bytes = part.windows.bytes

@@ -108,6 +108,8 @@ class GpuRunner:
             if self._announcer is not None:
                 self._announcer.launch(order, words.numpy())
             self._launch_body(order, words)
+            if self._memory.images is not None:
+                self._memory.images.clear()
             if batch.masked:
                 self._begin_masked(batch, staged)
             elif sampled_rows:

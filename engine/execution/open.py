@@ -20,7 +20,7 @@ from engine.models.config import ModelConfig, ModelConfigError, is_encoder, read
 from engine.protocol.reports import MemoryReport
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import Pooling
-from engine.step.executor import DecoderExecutor, DecoderMemory, ImageEncoder, LoadedModel
+from engine.step.executor import DecoderExecutor, DecoderMemory, LoadedModel
 from engine.weights.load import CheckpointError, ModelFiles
 from engine.weights.source import WeightSource
 
@@ -57,25 +57,21 @@ def _open_decoder(
 ) -> LoadedModel:
     where = select_device(device)
     config, tokens, files, source = read_decoder(model, where)
-    images: ImageEncoder | None = None
+    source = seeing_source(model, source)
     with ExitStack() as resources:
         parts: DecoderParts
-        if (
-            where.type == "cpu"
-        ):  # pictures are seen here alone: steps on a GPU take no embeddings, and have no rows that see ahead
-            source = source.with_vision(Path(model.folder))
-            runner, memory, report = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
-            parts, images = (runner, memory, report), memory.images
-            exchange = block_exchange(memory.memories)
+        if where.type == "cpu":
+            parts = open_cpu(model, source, files, tokens, beat, device_bytes, resources)
+            exchange = block_exchange(parts[1].memories)
         else:
             from engine.execution.open_gpu import open_exchange, open_gpu  # only here: a CPU needs no Triton
 
             try:
-                parts = open_gpu(model, config, source, tokens, beat, device_bytes, standby, resources)
+                parts = open_gpu(model, source.config, source, tokens, beat, device_bytes, standby, resources)
                 exchange = open_exchange(parts[1], resources)
             except OutOfDeviceMemory as error:
                 raise DoesNotFit(f"{model.name}: {error}") from error
-        loaded = loaded_decoder(model, config, tokens, files, parts, resources, images)
+        loaded = loaded_decoder(model, config, tokens, files, parts, resources)
         return replace(loaded, exchange=exchange)
 
 
@@ -91,10 +87,19 @@ def read_decoder(model: ModelSpec, where: torch.device) -> tuple[ModelConfig, in
     return config, tokens, files, WeightSource.open(folder, config, dtype, where, model.random_weights)
 
 
+def seeing_source(model: ModelSpec, source: WeightSource) -> WeightSource:
+    """The source with what encodes images, where steps can take these: on a GPU no row sees ahead, as Gemma 3's do, and
+    a stage has no images. Raises as WeightSource.with_vision."""
+    seeing = source.with_vision(Path(model.folder))
+    vision = seeing.config.vision
+    if source.device.type == "cuda" and vision is not None and (vision.bidirectional or model.stages > 1):
+        return source
+    return seeing
+
+
 def loaded_decoder(
-    model: ModelSpec, config: ModelConfig, tokens: int, files: ModelFiles, parts: DecoderParts, resources: ExitStack,
-    images: ImageEncoder | None = None,
-) -> LoadedModel:  # fmt: skip
+    model: ModelSpec, config: ModelConfig, tokens: int, files: ModelFiles, parts: DecoderParts, resources: ExitStack
+) -> LoadedModel:
     """The open model of these parts, which takes over what closes them."""
     runner, memory, report = parts
     for layout in [group.layout for group in memory.memories if group.layout.block_bytes]:
@@ -107,7 +112,7 @@ def loaded_decoder(
         revision=files.revision, stop_ids=frozenset(config.stop_ids),
         poolings=frozenset({Pooling.LAST} if config.vectors else ()),
         executor=runner, sampler=runner, memories=memory.memories, sleeper=memory,
-        report=report, resources=resources.pop_all(), tier=memory.tier, images=images,
+        report=report, resources=resources.pop_all(), tier=memory.tier, images=memory.images,
         compute_context=inference_mode,
     )  # fmt: skip
 

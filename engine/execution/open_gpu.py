@@ -86,7 +86,7 @@ def _map_extents(
     model, memory = opened.model, opened.memory
     pools = memory.pools.pools
     free = torch.cuda.mem_get_info(memory.stream.device)[0] + memory.kv_bytes - runner.max_graphs * GRAPH_BYTES
-    free -= memory.handover_bytes
+    free -= memory.unmapped_bytes
     allowed = sys.maxsize if device_bytes is None else device_bytes - memory.fixed_bytes(runner.max_graphs)
     if part is not None:
         allowed, free = part.kv_room(allowed, free)
@@ -119,7 +119,7 @@ def _report(
     name, free_bytes, total_bytes = device_facts(source.device)
     return MemoryReport(
         model=model.name, pid=os.getpid(), device=name, device_bytes=total_bytes,
-        weights_bytes=source.bytes if part_bytes is None else part_bytes,
+        weights_bytes=(source.bytes if part_bytes is None else part_bytes) + source.vision_bytes,
         coded_bytes=source.bf12_bytes, bf16_bytes=source.bf16_bytes,
         kv_blocks=mapped_blocks, kv_block_tokens=model.block_tokens, kv_bytes=memory.kv_bytes,
         workspace_bytes=memory.workspace.bytes, graphs_bytes=memory.workspace.graphs * GRAPH_BYTES,

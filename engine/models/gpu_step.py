@@ -39,7 +39,7 @@ from engine.step.layout import Count
 class StepBuffers:
     """Memory that outlives a graph: the packed step with its attention plan, the sum of its rows and their last
     attention; the tokens sampled from them, to which the next step may point, with their masks, or their vectors; and
-    embeddings that are no token's, for which there is no room yet."""
+    embeddings that are no token's but an image's."""
 
     words: Tensor  # int32
     sum_TH: Tensor  # float32
@@ -61,9 +61,10 @@ class StepBuffers:
     @classmethod
     def make(
         cls, config: ModelConfig, dtype: torch.dtype, device: torch.device, words: int, rows: int, sampled: int,
-        context_tokens: int, kept: int = 0,
+        context_tokens: int, kept: int = 0, embedding_rows: int = 0,
     ) -> Self:  # fmt: skip
-        """`kept`: how many tokens there is room for behind those that a step samples."""
+        """`kept`: how many tokens there is room for behind those that a step samples; embedding_rows: for how many
+        embeddings."""
         kinds = rope_kinds(config)
         tables = {
             kind: kind.tables(config.head_dim, context_tokens) for kind in dict.fromkeys(kinds) if kind is not None
@@ -77,7 +78,7 @@ class StepBuffers:
             torch.zeros(rows, config.heads * config.head_dim, dtype=dtype, device=device),
             torch.zeros(sampled + kept, dtype=torch.int32, device=device),
             torch.zeros(sampled, -(-config.vocabulary // 32), dtype=torch.int32, device=device),
-            torch.zeros(0, config.hidden, dtype=dtype, device=device),
+            torch.zeros(embedding_rows, config.hidden, dtype=dtype, device=device),
             torch.zeros(sampled, config.hidden if config.vectors else 0, device=device),
             tuple(_rotation(config, layer, kind, placed) for layer, kind in enumerate(kinds)),
             layout,

@@ -38,6 +38,7 @@ def lead_part(
     require_alike(model.name, facts)
     shares = stage_shares(model, source)
     weights = [share.source.bytes for share in shares for _ in range(model.gpus)]
+    weights[0] += source.vision_bytes  # rank 0 alone encodes images
     require_room(model.name, facts, weights, window_bytes(model, source.config.hidden))
     arena_bytes = min(each.total_bytes for each in facts)
     dtype, software = str(source.dtype).removeprefix("torch."), software_of(source.device)

@@ -7,7 +7,7 @@ from typing import Final
 from engine.execution.device_select import select_device
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.memory_plan import DoesNotFit
-from engine.execution.open import DecoderParts, loaded_decoder, read_decoder
+from engine.execution.open import DecoderParts, loaded_decoder, read_decoder, seeing_source
 from engine.execution.open_gpu import open_gpu
 from engine.memory.errors import OutOfDeviceMemory
 from engine.pipeline.pipeline_runner import PipelineRunner
@@ -32,6 +32,7 @@ def open_on_gpus(
     with ExitStack() as resources:
         resources.callback(group.close)
         config, tokens, files, source = read_decoder(model, select_device("cuda:0"))
+        source = seeing_source(model, source)
         commands = RankCommands(group)
         announcer = GpuAnnouncer(commands)
         try:
@@ -41,7 +42,7 @@ def open_on_gpus(
                 resources.callback(watch.close)
                 inner = resources.enter_context(ExitStack())
                 runner, memory, report = open_gpu(
-                    model, config, source, tokens, beat, device_bytes, standby, inner, part
+                    model, source.config, source, tokens, beat, device_bytes, standby, inner, part
                 )
                 resources.callback(commands.close)
         except OutOfDeviceMemory as error:

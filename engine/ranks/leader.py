@@ -291,7 +291,7 @@ class RankedMemory:
             for index, (memory, block_bytes) in enumerate(zip(local.memories, sizes, strict=True))
         )
         self.tier = RankedTier(local.tier, commands) if isinstance(local.tier, SlotTier) else None
-        self.arrived = local.arrived
+        self.arrived, self.images = local.arrived, local.images
         self._local = local
         self._commands = commands
 

@@ -316,7 +316,7 @@ class ImageEncoder(Protocol):
 
     def encode(self, images: Items[bytes]) -> list[NDArray[np.float32]]:
         """[tokens, hidden] for each image of side · side · 3 bytes, row by row, the three numbers of a pixel together.
-        A result does not depend on the other images. Raises EncoderAsleep."""
+        A result does not depend on the other images, but on a GPU in its last bits. Raises EncoderAsleep."""
 
     def place(self, rows_NH: NDArray[np.float32], row: int) -> None:
         """Puts rows into the executor's buffer, from `row` on, for the next launch, which leaves none of them there."""
@@ -327,12 +327,15 @@ class DecoderExecutor(StepExecutor, MaskedSampler, Protocol):
 
 
 class DecoderMemory(Sleeper, Protocol):
-    """Both sides of a decoder's memory: what sleeps, and LoadedModel's `memories` and `tier`."""
+    """Both sides of a decoder's memory: what sleeps, and LoadedModel's `memories`, `tier` and `images`."""
 
     memories: tuple[PagedMemory, ...]
 
     @property
     def tier(self) -> BlockTier | None: ...
+
+    @property
+    def images(self) -> ImageEncoder | None: ...
 
 
 @dataclass(frozen=True, slots=True)

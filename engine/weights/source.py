@@ -92,6 +92,19 @@ class WeightSource:
         """The parameters in 12 bits a number."""
         return [parameter for parameter, format_ in self.formats.items() if format_.is_bf12]
 
+    @property
+    def vision_shapes(self) -> TensorShapes:
+        """The tensors that `load_vision` fills; none where nothing encodes images."""
+        return tensor_shapes(self._vision_formats)
+
+    @property
+    def vision_bytes(self) -> int:
+        return formats_bytes(self._vision_formats)
+
+    @property
+    def _vision_formats(self) -> WeightFormats:
+        return plain_formats(list(self.vision_table), self.dtype)
+
     def load(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> DecoderParameters:
         """The parameters, in the tensors of `into` or in new ones. Calls `beat` as more is there. On a CPU the largest
         takes its memory once more, for packing. Raises as `load_tensors`."""
@@ -109,14 +122,14 @@ class WeightSource:
             self.checkpoint.require(table, lambda name: True)
         return replace(self, config=self.config.with_vision(vision), vision_table=tuple(table))
 
-    def load_vision(self, beat: Callable[[], None]) -> VisionEncoder:
-        """The encoder of images with its parameters. Raises as `load_tensors`."""
+    def load_vision(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> VisionEncoder:
+        """The encoder of images with its parameters, in the tensors of `into` or in new ones. Raises as
+        `load_tensors`."""
         table = list(self.vision_table)
         if self.checkpoint is None:
-            tensors = random_tensors(table, self.dtype, self.device, beat)
+            tensors = random_tensors(table, self.dtype, self.device, beat, into=into)
         else:
-            formats = plain_formats(table, self.dtype)
-            tensors = load_tensors(self.checkpoint, table, formats, self.device, beat)
+            tensors = load_tensors(self.checkpoint, table, self._vision_formats, self.device, beat, into)
         assert self.config.vision is not None
         return make_vision_encoder(self.config.vision, tensors, beat)
 

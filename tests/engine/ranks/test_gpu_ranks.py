@@ -24,7 +24,7 @@ from engine.execution.gpu_memory import GpuMemory
 from engine.execution.gpu_model import GpuModel
 from engine.execution.gpu_runner import GpuRunner
 from engine.execution.memory_plan import DoesNotFit
-from engine.execution.open import loaded_decoder, read_decoder
+from engine.execution.open import loaded_decoder, read_decoder, seeing_source
 from engine.layers.linear_gpu import Bf12Linear, GpuLinear
 from engine.memory.errors import CaptureFailed, OutOfDeviceMemory
 from engine.models.config import read_decoder_config
@@ -84,11 +84,12 @@ class OpenedRanks:
         self.group = RankGroup.fork(board, follow, stall_s)
         resources.callback(self.group.close)
         config, tokens, files, source = read_decoder(model, CPU)
+        source = seeing_source(model, source)
         commands = RankCommands(self.group)
         announcer = GpuAnnouncer(commands)
         ranks = Ranks(self.group, count, tuple(own for own, _ in pairs))
         self.part = lead_part(model, source, ranks, commands, announcer, tokens)
-        opened = GpuModel(model, config, source, tokens, lambda: None, self.part, resources)
+        opened = GpuModel(model, source.config, source, tokens, lambda: None, self.part, resources)
         self.memory = self.part.begin(opened.memory, [])
         runner = opened.decoder_runner(0)
         assert isinstance(runner, GpuRunner | PipelineRunner)

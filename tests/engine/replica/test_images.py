@@ -38,7 +38,7 @@ from engine.scheduling.step_loop import StepLoop
 from engine.sequences import prompt_images
 from engine.sequences.prompt_images import PLACEHOLDER, ImageElements
 from engine.sequences.validation import SubmitRejected
-from engine.step.executor import EncoderAsleep
+from engine.step.executor import EncoderAsleep, LoadedModel
 from engine.step.layout import EMBEDDING_TOKEN, unpack_step
 from tests.support.seeing_models import (
     IMAGE_TOKEN,
@@ -62,10 +62,11 @@ def scope(name: bytes = b"t") -> Scope:
 
 
 class Seeing:
-    """A model that sees with its scheduler, loop and the thread that encodes."""
+    """A model that sees, opened on a CPU if it is not given, with its scheduler, loop and the thread that encodes."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
-        model = open_model(spec(folder, **changes), "cpu", 1, lambda: None)
+    def __init__(self, folder: Path, model: LoadedModel | None = None, **changes: Any) -> None:
+        if model is None:
+            model = open_model(spec(folder, **changes), "cpu", 1, lambda: None)
         assert model.images is not None
         self.model, self.encoder = model, model.images
         scheduler = open_scheduler(model, spec(folder, **changes), time.monotonic)
