@@ -15,9 +15,10 @@ from torch import Tensor
 
 from engine.bf12.codec import Bf12Weight
 from engine.kernels.bf12_decode import expand
-from engine.kernels.experts import grouped_bf12, grouped_linear
+from engine.kernels.experts import grouped_bf12, grouped_linear, grouped_mxfp4
 from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, has_large_blocks, tile_rows, tiling_for
+from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.experts.route import ExpertPlan, route
 from engine.kernels.experts.routing_rule import RoutingRule
@@ -25,14 +26,14 @@ from engine.kernels.experts.row_experts import ROW_EXPERTS_MAX, gate_row, multip
 from engine.layers.fp8_weight import Fp8Weight
 
 _PARTS_ROWS_MAX: Final = 128  # of more rows parts are in the model's dtype: fewer bytes beside matmuls that take longer
-_BF12_ROWS_MAX: Final = 32  # of a tile; weights for larger ones are expanded, some experts at a time
+_CODED_ROWS_MAX: Final = 32  # of a tile; weights in 12 or 4 bits are expanded for larger ones, some experts at a time
 _CHUNK_BYTES: Final = 256 << 20
 
-Weight = Tensor | Bf12Weight | Fp8Weight
+Weight = Tensor | Bf12Weight | Fp8Weight | Mxfp4Weight
 
 
 class GpuExperts:
-    """Weights gate_up_SH and down_SH, in bf16, f16, 12 or 8 bits a number, and biases where there are any: every
+    """Weights gate_up_SH and down_SH, in bf16, f16, 12, 8 or 4 bits a number, and biases where there are any: every
     expert's below those of the one before. `limit` is reference.gate's."""
 
     def __init__(
@@ -69,13 +70,17 @@ class GpuExperts:
     def _gated(self, x_TH: Tensor, plan: ExpertPlan) -> Tensor:
         entries, rule, weigh = len(plan.order_S), self._rule, self._rule.scales_inputs
         out_SI, weight = x_TH.new_empty(entries, self._inner), self._gate_up
-        if isinstance(weight, Bf12Weight) and plan.rows <= _BF12_ROWS_MAX:
+        if isinstance(weight, Bf12Weight) and plan.rows <= _CODED_ROWS_MAX:
             coded = bf12_tiling_for(self._inner, x_TH.shape[1], entries, rule.experts, gated=True)
             return grouped_bf12.multiply_gated(x_TH, weight, plan, coded, weigh, out_SI)
         tiling = tiling_for(
             self._inner, x_TH.shape[1], entries, rule.experts, plan.rows, gated=True, blocks=_blocks(weight),
             large=has_large_blocks(x_TH.device, x_TH.dtype),
         )  # fmt: skip
+        if isinstance(weight, Mxfp4Weight) and plan.rows <= _CODED_ROWS_MAX:
+            return grouped_mxfp4.multiply_gated(
+                x_TH, weight, self._gate_up_bias, plan, tiling, self._limit, weigh, out_SI
+            )
         for stack in _stacks(weight, self._gate_up_bias, rule.experts, x_TH.dtype):
             own = _rows_for(x_TH, stack)
             grouped_linear.multiply_gated(own, stack, plan, tiling, self._limit, weigh, out_SI)
@@ -84,7 +89,7 @@ class GpuExperts:
     def _down_of(self, inner_SI: Tensor, plan: ExpertPlan, added_PTH: Tensor | None, dtype: torch.dtype) -> Tensor:
         (rows, choices), rule, weight = plan.weights_TK.shape, self._rule, self._down
         hidden, entries = _shape(weight)[0] // rule.experts, len(plan.order_S)
-        if isinstance(weight, Bf12Weight) and plan.rows <= _BF12_ROWS_MAX:
+        if isinstance(weight, Bf12Weight) and plan.rows <= _CODED_ROWS_MAX:
             coded = bf12_tiling_for(hidden, self._inner, entries, rule.experts, gated=False)
             out_PTH = inner_SI.new_empty(choices * coded.parts, rows, hidden, dtype=torch.float32)
             return grouped_bf12.multiply(inner_SI, weight, plan, coded, added_PTH, not rule.scales_inputs, out_PTH)
@@ -94,6 +99,10 @@ class GpuExperts:
         )  # fmt: skip
         dtype = torch.float32 if tiling.parts > 1 else dtype
         out_PTH = inner_SI.new_empty(choices * tiling.parts, rows, hidden, dtype=dtype)
+        if isinstance(weight, Mxfp4Weight) and plan.rows <= _CODED_ROWS_MAX:
+            return grouped_mxfp4.multiply(
+                inner_SI, weight, self._down_bias, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH
+            )
         for stack in _stacks(weight, self._down_bias, rule.experts, inner_SI.dtype):
             own = _rows_for(inner_SI, stack)
             grouped_linear.multiply(own, stack, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH)
@@ -143,6 +152,8 @@ class GpuMixture:
 def _shape(weight: Weight) -> tuple[int, int]:
     if isinstance(weight, Bf12Weight):
         return weight.outputs, weight.inputs
+    if isinstance(weight, Mxfp4Weight):
+        return weight.shape
     outputs, inputs = weight.shape if isinstance(weight, Tensor) else weight.numbers_NK.shape
     return outputs, inputs
 
@@ -162,18 +173,22 @@ def _rows_for(x_TK: Tensor, stack: ExpertWeights) -> ExpertRows:
 
 
 def _stacks(weight: Weight, bias_S: Tensor | None, experts: int, dtype: torch.dtype) -> Iterator[ExpertWeights]:
-    """All experts as they are; those in 12 bits expanded, as many at a time as take the memory of a chunk."""
+    """All experts as they are; those in 12 or 4 bits expanded, as many at a time as take the memory of a chunk."""
     if isinstance(weight, Fp8Weight):
         yield ExpertWeights(weight.numbers_NK, weight.scales_NB, bias_S)
         return
     if isinstance(weight, Tensor):
         yield ExpertWeights(weight, None, bias_S)
         return
-    outputs = weight.outputs // experts
-    together = max(1, min(experts, _CHUNK_BYTES // (outputs * weight.inputs * dtype.itemsize)))
-    copy_SK = torch.empty(together * outputs, weight.inputs, dtype=dtype, device=weight.words_NW.device)
+    lines, inputs = _shape(weight)
+    outputs, device = lines // experts, (weight.words_NW if isinstance(weight, Bf12Weight) else weight.pairs_NH).device
+    together = max(1, min(experts, _CHUNK_BYTES // (outputs * inputs * dtype.itemsize)))
+    copy_SK = torch.empty(together * outputs, inputs, dtype=dtype, device=device)
     for first in range(0, experts, together):
-        lines = range(first * outputs, min(first + together, experts) * outputs)
-        chunk_SK = copy_SK[: len(lines)]
-        expand(weight, chunk_SK, lines)
-        yield ExpertWeights(chunk_SK, first=first)
+        own = range(first * outputs, min(first + together, experts) * outputs)
+        chunk_SK = copy_SK[: len(own)]
+        if isinstance(weight, Bf12Weight):
+            expand(weight, chunk_SK, own)
+        else:
+            grouped_mxfp4.expand(weight, chunk_SK, own)
+        yield ExpertWeights(chunk_SK, bias=None if bias_S is None else bias_S[own.start : own.stop], first=first)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.bf12.codec import Bf12Weight, EscapeIndex
+from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.layers.fp8_weight import Fp8Weight
 from engine.layers.linear_cpu import CpuLinear
 from engine.layers.linear_ranks import FusedRankExchange, InputShardLinear, RankExchange, VocabularyShardHead
@@ -91,7 +92,7 @@ def _mixture(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, excha
     choice_bias_E = tensors.pop(prefix + "router.choice_bias", None)
     shared = _dense_mlp(config, tensors, prefix + "shared.", exchange) if mixture.shared else None
     (gate_up, gate_up_bias), (down, down_bias) = (
-        (_matrix(tensors, f"{prefix}experts.{name}.weight"), tensors.pop(f"{prefix}experts.{name}.bias", None))
+        (_expert_matrix(tensors, f"{prefix}experts.{name}.weight"), tensors.pop(f"{prefix}experts.{name}.bias", None))
         for name in ("gate_up", "down")
     )
     if isinstance(router, CpuLinear):
@@ -120,6 +121,13 @@ def _projection(tensors: dict[str, Tensor], name: str, exchange: AnyExchange | N
 
 def _linear(tensors: dict[str, Tensor], name: str) -> Linear:
     return _linear_of(_matrix(tensors, name + ".weight"), tensors.pop(name + ".bias", None))
+
+
+def _expert_matrix(tensors: dict[str, Tensor], name: str) -> Tensor | Bf12Weight | Fp8Weight | Mxfp4Weight:
+    """All experts' weights, which may be in 4 bits a number too."""
+    if name in tensors and tensors[name].dtype is torch.uint8:
+        return Mxfp4Weight(tensors.pop(name), tensors.pop(name + SCALES))
+    return _matrix(tensors, name)
 
 
 def _matrix(tensors: dict[str, Tensor], name: str) -> Tensor | Bf12Weight | Fp8Weight:

@@ -1,6 +1,6 @@
-"""How each parameter lies on its device: as it is, or in 12 or 8 bits a number. Decided from the name table, headers,
-dtype and device, before any weight is read. A format says which tensors there will be; it knows no maths, which is the
-business of the linear layer that takes its tensors (assembly.py).
+"""How each parameter lies on its device: as it is, or in 12, 8 or 4 bits a number. Decided from the name table,
+headers, dtype and device, before any weight is read. A format says which tensors there will be; it knows no maths,
+which is the business of the linear layer that takes its tensors (assembly.py).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from engine.bf12.layout import GROUP_OUTPUTS, words_of
 from engine.models.quantization import SCALE_BLOCK
 from engine.models.sharding import ParameterShard
 from engine.models.weight_names import ParameterEntry
-from engine.weights import fp8
+from engine.weights import fp8, mxfp4
 from engine.weights.tensor_index import StoredTensor, bf12_escapes
 
 TensorShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -162,7 +162,50 @@ class Fp8Format:
         _copy_part(whole[parameter + SCALES], ParameterShard(part.rows, columns), own[parameter + SCALES])
 
 
-WeightFormat = PlainFormat | Bf12Format | Fp8Format
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """An Mxfp4Weight: one tensor of pairs, and one of exponents. Its methods are PlainFormat's."""
+
+    outputs: int
+    inputs: int
+    is_bf12 = False
+
+    @property
+    def numbers(self) -> int:
+        return self.outputs * self.inputs
+
+    def tensors(self, parameter: str) -> TensorShapes:
+        return {
+            parameter: (torch.Size((self.outputs, self.inputs // 2)), torch.uint8),
+            parameter + SCALES: (torch.Size((self.outputs, self.inputs // mxfp4.BLOCK)), torch.uint8),
+        }
+
+    def main_tensor(self, parameter: str) -> str:
+        return parameter
+
+    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """Does nothing: load.py writes the exponents, which it has read."""
+
+    def cut(self, part: ParameterShard) -> "Mxfp4Format | None":
+        """As PlainFormat.cut; None where a part's inputs are not whole pairs of blocks."""
+        outputs, columns = sum(map(len, part.rows)), part.columns
+        if columns is None:
+            return Mxfp4Format(outputs, self.inputs)
+        if columns.start % mxfp4.PAIR or len(columns) % mxfp4.PAIR:
+            return None
+        return Mxfp4Format(outputs, len(columns))
+
+    def write_part(
+        self, parameter: str, whole: Mapping[str, Tensor], part: ParameterShard, own: Mapping[str, Tensor]
+    ) -> None:
+        for name, numbers in ((parameter, 2), (parameter + SCALES, mxfp4.BLOCK)):
+            columns = part.columns
+            if columns is not None:
+                columns = range(columns.start // numbers, columns.stop // numbers)
+            _copy_part(whole[name], ParameterShard(part.rows, columns), own[name])
+
+
+WeightFormat = PlainFormat | Bf12Format | Fp8Format | Mxfp4Format
 WeightFormats = Mapping[str, WeightFormat]  # by parameter
 
 
@@ -196,13 +239,13 @@ def shard_formats(formats: WeightFormats, parts: Mapping[str, ParameterShard]) -
 def select_formats(
     table: Iterable[ParameterEntry], stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device
 ) -> dict[str, WeightFormat]:
-    """`stored` has all sources of the table. Only GPUs multiply by words, and only in bfloat16, or by 8 bits a number,
-    from Ada on: elsewhere both are expanded while they are loaded."""
+    """`stored` has all sources of the table. Only GPUs multiply by words or by 4 bits a number, and only in bfloat16,
+    or by 8 bits, from Ada on: elsewhere all are expanded while they are loaded."""
     multiplies = device.type == "cuda" and dtype is torch.bfloat16
     keeps_fp8 = multiplies and fp8.are_kept(device)
     formats: dict[str, WeightFormat] = {}
     for entry in table:
-        packed = _bf12(entry, stored) if multiplies else None
+        packed = _bf12(entry, stored) or _mxfp4(entry) if multiplies else None
         formats[entry.parameter] = packed or (_fp8(entry) if keeps_fp8 else None) or _plain(entry, dtype)
     return formats
 
@@ -266,6 +309,13 @@ def _fp8(entry: ParameterEntry) -> Fp8Format | None:
     scales = entry.sources[0].scales
     assert scales is not None
     return Fp8Format(outputs, inputs, fp8.blocks_of(scales.shapes[0]))
+
+
+def _mxfp4(entry: ParameterEntry) -> Mxfp4Format | None:
+    outputs, inputs = sum(source.placed[0] for source in entry.sources), entry.sources[0].placed[-1]
+    if not all(source.is_mxfp4 for source in entry.sources) or inputs % mxfp4.PAIR:
+        return None
+    return Mxfp4Format(outputs, inputs)
 
 
 def _bf12(entry: ParameterEntry, stored: Mapping[str, StoredTensor]) -> Bf12Format | None:

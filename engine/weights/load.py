@@ -14,10 +14,26 @@ from torch import Tensor
 
 from engine.models.parameter_entries import ExpertStack, ParameterEntry, TensorSource
 from engine.models.sharding import ParameterShard
-from engine.weights import fp8
+from engine.weights import fp8, mxfp4
 from engine.weights.checkpoint import Checkpoint, CheckpointError
-from engine.weights.formats import SCALES, Fp8Format, WeightFormats, allocate, bf12_formats_bytes, formats_bytes
-from engine.weights.pieces import fp8_pieces, mxfp4_pieces, part_pieces, plain_pieces, read_matrices, read_small
+from engine.weights.formats import (
+    SCALES,
+    Fp8Format,
+    Mxfp4Format,
+    WeightFormats,
+    allocate,
+    bf12_formats_bytes,
+    formats_bytes,
+)
+from engine.weights.pieces import (
+    fp8_pieces,
+    mxfp4_pieces,
+    paired_mxfp4_pieces,
+    part_pieces,
+    plain_pieces,
+    read_matrices,
+    read_small,
+)
 from engine.weights.progress import ProgressBar
 from engine.weights.random import random_revision
 from engine.weights.streaming import FilePiece, stream_pieces
@@ -146,6 +162,8 @@ def _fill(
             pieces += part_pieces(load.name, load.stored, load.rows, load.part.rows[0], load.part.columns)
         elif load.name in matrices:
             pieces += matrices[load.name].pieces(load.rows)
+        elif load.source.is_mxfp4 and load.rows.dtype is torch.uint8:
+            pieces += paired_mxfp4_pieces(load.name, load.stored, load.rows)
         elif load.source.is_mxfp4:
             pieces += mxfp4_pieces(load.name, load.stored, scales[load.name], load.rows)
         elif load.source.is_fp8 and load.rows.dtype is not fp8.DTYPE:
@@ -166,6 +184,9 @@ def _fill(
         if isinstance(formats[entry.parameter], Fp8Format):
             own_scales = [fp8.output_scales(scales[source.name], source.shape[0]) for source in entry.sources]
             tensors[entry.parameter + SCALES].copy_(torch.cat(own_scales))
+        if isinstance(formats[entry.parameter], Mxfp4Format):
+            target = tensors[entry.parameter + SCALES]
+            target.copy_(torch.cat([scales[source.name] for source in entry.sources]).view(target.shape))
     _require_sound(scales, packed, loads)
     _require_finite([load for load in loads if load.rows.is_floating_point() and load.rows.dtype is not fp8.DTYPE])
     for entry in table:
@@ -193,8 +214,9 @@ def _finish(entry: ParameterEntry, tensors: dict[str, Tensor]) -> None:
     """Does to a parameter whose numbers are all there what its entry says. It takes the parameter's memory once more
     where rows change places."""
     for source in entry.sources:
-        if source.stack is not None:
-            _place_experts(source, source.stack, tensors[entry.parameter])
+        for name in (entry.parameter, entry.parameter + SCALES):
+            if source.stack is not None and name in tensors:
+                _place_experts(source, source.stack, tensors[name])
     if entry.order is not None:
         for name in (entry.parameter, entry.parameter + SCALES):
             if name in tensors:
@@ -229,6 +251,9 @@ def _require_sound(scales: Mapping[str, Tensor], names: Mapping[str, str], loads
         if load.rows.dtype is fp8.DTYPE and (count := fp8.count_not_finite(load.rows)):
             raise CheckpointError(f"{load.stored.path}: {load.name} has {count} values that are no numbers")
         own = scales.get(load.name)
+        if load.rows.dtype is torch.uint8 and own is not None and (count := mxfp4.count_not_finite(own)):
+            path = load.stored.path
+            raise CheckpointError(f"{path}: {names[load.name]} has {count} powers of two that are no numbers")
         if own is not None and own.is_floating_point() and not bool(own.isfinite().all()):
             raise CheckpointError(f"{load.stored.path}: {names[load.name]} has factors that are not finite")
 

@@ -92,6 +92,20 @@ def mxfp4_pieces(name: str, stored: StoredTensor, exponents: Tensor, target: Ten
         )
 
 
+def paired_mxfp4_pieces(name: str, stored: StoredTensor, target: Tensor) -> Iterator[FilePiece]:
+    """The pieces of the same where they stay pairs of 4 bits: `target` has a file's bytes in another order."""
+    flat = target.view(-1)
+    step = SLAB_BYTES // (2 * mxfp4.BLOCK_BYTES) * (2 * mxfp4.BLOCK_BYTES)
+    for first in range(0, len(flat), step):
+        into = flat[first : first + step]
+        packed = PackedNumbers(len(into), _pair_mxfp4)
+        yield FilePiece(name, stored.path, stored.first + first, torch.uint8, into, packed=packed)
+
+
+def _pair_mxfp4(bytes_N: Tensor) -> Tensor:
+    return mxfp4.pair(bytes_N.view(-1, mxfp4.BLOCK_BYTES)).view(-1)
+
+
 def _expand_mxfp4(exponents_B: Tensor, dtype: torch.dtype, bytes_N: Tensor) -> Tensor:
     return mxfp4.expand(bytes_N.view(-1, mxfp4.BLOCK_BYTES), exponents_B.to(bytes_N.device), dtype).view(-1)
 

@@ -128,11 +128,11 @@ class ModelGeometry(NamedTuple):
 
 
 def expanded_bytes(config: Mapping[str, Any], on_cpu: bool) -> int | None:
-    """About what weights take that become bf16 as they are loaded: those in mxfp4, and on a CPU those in fp8. None
-    where they take what their files do. Raises ModelFolderError."""
+    """About what weights take that become bf16 as they are loaded: on a CPU those in mxfp4 and fp8. None where they
+    take what their files do. Raises ModelFolderError."""
     entry = config.get("quantization_config")
     method = entry.get("quant_method") if isinstance(entry, Mapping) else None
-    if method == "mxfp4" or (on_cpu and method in ("fp8", "compressed-tensors")):
+    if on_cpu and method in ("mxfp4", "fp8", "compressed-tensors"):
         return 2 * geometry_of(config).parameters(config)
     return None
 

@@ -41,7 +41,7 @@ class GroupedTiling:
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """The matrices of all experts below each other, [E · N, K], with factors [E · N, B or 1] where they are in 8 bits,
-    and biases [E · N] where they have some.
+    and biases [E · N] where they have some; or of some experts beside each other.
 
     first  the expert that they begin with: what others compute is left as it is.
     """
@@ -232,7 +232,7 @@ def _launch(
         lists = (plan.order_S, plan.ends_E, plan.tiles_L2, plan.weights_TK)
     assert weights.weight.shape[1] == inputs
     assert len(weights.weight) % (2 * outputs if gated else outputs) == 0
-    assert weights.first == 0 or weights.bias is None
+    assert weights.bias is None or len(weights.bias) == len(weights.weight)
     for each in (x.rows, weights.weight, out):
         assert each.is_contiguous()
     kind = 0

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels import linear
-from engine.kernels.experts import grouped_bf12, grouped_linear, quantize_rows, route, row_experts
+from engine.kernels.experts import grouped_bf12, grouped_linear, grouped_mxfp4, quantize_rows, route, row_experts
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, tile_rows, tiling_for
 from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
 from engine.kernels.fp8 import tiles
@@ -122,6 +122,19 @@ def coded(model: str, rows: int, gated: bool) -> Any:
     return compiled(grouped_bf12._multiply, constants, tiling.warps)
 
 
+def in_mxfp4(rows: int, gated: bool) -> Any:
+    """gpt-oss's experts as they are published."""
+    hidden, inner, rule = MODELS["gpt-oss"]
+    entries, (outputs, inputs) = rows * rule.chosen, (inner, hidden) if gated else (hidden, inner)
+    tile = tile_rows(entries, rule.experts)
+    tiling = tiling_for(outputs, inputs, entries, rule.experts, tile, gated)
+    constants = {
+        "C": rule.chosen, "GATED": gated, "LIMITED": gated, "BIASED": True, "WEIGH_INPUTS": False,
+        "WEIGH_OUTPUTS": not gated, "BLOCK_T": tile, "BLOCK_N": tiling.block_n, "STAGES": tiling.stages,
+    }  # fmt: skip
+    return compiled(grouped_mxfp4._multiply, constants, tiling.warps, pairs="*u8", exponents="*u8")
+
+
 def routed(model: str, rows: int) -> Any:
     rule = MODELS[model][2]
     alone, width = rows <= route.BLOCK_ROWS, triton.next_power_of_2(rule.experts)
@@ -159,6 +172,8 @@ def variants(model: str) -> dict[str, Any]:
     for rows in ROWS:
         for gated in (True, False):
             made[f"{rows} rows, gated {gated}"] = grouped(model, rows, gated)
+            if rows < 256 and model == "gpt-oss":
+                made[f"{rows} rows in 4 bits, gated {gated}"] = in_mxfp4(rows, gated)
             if rows <= 256 and model != "gpt-oss":
                 made[f"{rows} rows in 12 bits, gated {gated}"] = coded(model, rows, gated)
         made[f"{rows} rows routed"] = routed(model, rows)

@@ -10,8 +10,9 @@ from engine.layers import mixture_gpu
 from engine.layers.linear_cpu import CpuLinear
 from engine.layers.linear_gpu import GpuLinear
 from engine.layers.mixture_cpu import CpuExperts, CpuMixture
-from engine.layers.mixture_gpu import GpuExperts, GpuMixture
+from engine.layers.mixture_gpu import GpuExperts, GpuMixture, Weight
 from engine.models.llama import GatedMlp
+from tests.engine.kernels.test_experts_mxfp4 import made
 from tests.support.steps import DEVICE, error, random
 
 HIDDEN, INNER, SHARED = 128, 128, 24
@@ -33,26 +34,32 @@ def weights(rule: RoutingRule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return router * 4, *others
 
 
-@pytest.mark.parametrize("coded", [False, True], ids=["as they are", "12 bits"])
+@pytest.mark.parametrize("stored", ["as they are", "12 bits", "4 bits"])
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("name", RULES)
-def test_it_gives_what_the_cpu_gives(name: str, rows: int, coded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_gives_what_the_cpu_gives(name: str, rows: int, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = RULES[name]
-    monkeypatch.setattr(mixture_gpu, "_BF12_ROWS_MAX", 16)  # so that some are expanded
+    monkeypatch.setattr(mixture_gpu, "_CODED_ROWS_MAX", 16)  # so that some are expanded
     monkeypatch.setattr(mixture_gpu, "_CHUNK_BYTES", 2 * 2 * INNER * HIDDEN * 4)  # two or more experts at a time
     router, gate_up, down, *shared = weights(rule)
+    packed = []
+    if stored == "4 bits":
+        packed = [made(*weight.shape, seed) for seed, weight in enumerate((gate_up, down))]
+        gate_up, down = (numbers for _, numbers in packed)
     plain = [(weight, None) for weight in (gate_up, down)]
     experts = CpuExperts(plain[0], plain[1], rule, 0.0, None)
     both = GatedMlp(CpuLinear(shared[0]), CpuLinear(shared[1]), "silu") if rule.scales_inputs else None
     wanted = CpuMixture(CpuLinear(router), None, rule, experts, both, None)
-    stacks = plain
-    if coded:
+    stacks: list[tuple[Weight, None]] = list(plain)
+    if packed:
+        stacks = [(weight, None) for weight, _ in packed]
+    if stored == "12 bits":
         parts = [[part.bfloat16() for part in weight.chunk(rule.experts)] for weight in (gate_up, down)]
         stacks = [(stack_matrices([encode(part, choose_bases(part)) for part in each]), None) for each in parts]
     on_gpu = GpuExperts(stacks[0], stacks[1], rule, 0.0)
     both_gpu = GatedMlp(GpuLinear(shared[0]), GpuLinear(shared[1]), "silu") if rule.scales_inputs else None
     found = GpuMixture(GpuLinear(router), None, rule, on_gpu, both_gpu)
-    if coded:
+    if stored != "as they are":
         assert found.bytes < wanted.bytes
     else:
         assert found.bytes == wanted.bytes

@@ -13,14 +13,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from engine.kernels.experts import grouped_mxfp4
+from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.models.config import ModelConfigError, read_decoder_config
+from engine.models.sharding import ParameterShard
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.weights import mxfp4
-from engine.weights.checkpoint import CheckpointError
+from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.formats import SCALES, Mxfp4Format, allocate
+from engine.weights.load import load_tensors
+from engine.weights.source import WeightSource
 from engine.weights.validate import inspect_weights
 from tests.support.small_models import Text, logits, open_small, reference_model, saved, shuffled_tables
 
+CPU = torch.device("cpu")
 IDS = list(range(3, 90))
 
 
@@ -83,6 +90,66 @@ def test_gpt_oss_in_4_bits_is_what_the_reference_library_makes_of_it(tmp_path: P
     assert (answer(folder) - wanted_V).abs().max() < 1e-4
     report = inspect_weights(ModelSpec(name="oss", folder=str(folder)))
     assert report.numbers == sum(parameter.numel() for parameter in reference.parameters())
+
+
+def write_packed(folder: Path) -> Path:
+    folder = saved(reference_model("gpt-oss", intermediate_size=64, hidden_size=128), folder)
+
+    def pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(tensors.pop(name))
+        return tensors
+
+    rewrite(folder, pack, quantization_config={"quant_method": "mxfp4"})
+    return folder
+
+
+def test_on_gpus_4_bits_stay_4_bits_of_the_same_numbers_whole_and_cut(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path)
+    config, checkpoint = read_decoder_config(folder), Checkpoint(folder)
+    kept = WeightSource.open(folder, config, torch.bfloat16, torch.device("cuda"), False)
+    plain = WeightSource.open(folder, config, torch.float32, CPU, False)
+    table = [entry for entry in kept.table if "experts." in entry.parameter and entry.parameter.endswith(".weight")][:2]
+    formats, numbers_of = (
+        {entry.parameter: source.formats[entry.parameter] for entry in table} for source in (kept, plain)
+    )
+    assert {type(each) for each in formats.values()} == {Mxfp4Format}
+    tensors = load_tensors(checkpoint, table, formats, CPU, lambda: None)
+    wanted = load_tensors(checkpoint, table, numbers_of, CPU, lambda: None)
+    for name, numbers in wanted.items():
+        assert torch.equal(expanded(tensors, name), numbers)
+        whole, inputs = formats[name], numbers.shape[1]
+        for rows, columns in (((range(3, 20), range(30, 31)), None), ((range(len(numbers)),), range(64, inputs))):
+            part = ParameterShard(rows, columns if columns else None)
+            own = whole.cut(part)
+            assert own is not None
+            cut = allocate({name: own}, CPU)
+            whole.write_part(name, tensors, part, cut)
+            taken = torch.cat([numbers[each.start : each.stop] for each in rows])
+            assert torch.equal(expanded(cut, name), taken if not columns else taken[:, columns.start :])
+        assert whole.cut(ParameterShard((range(4),), range(32))) is None
+    assert sum(tensor.nbytes for tensor in tensors.values()) < sum(each.numel() for each in wanted.values()) * 0.54
+
+
+def expanded(tensors: dict[str, Tensor], name: str) -> Tensor:
+    weight = Mxfp4Weight(tensors[name], tensors[name + SCALES])
+    numbers = torch.empty(weight.shape)
+    grouped_mxfp4.expand(weight, numbers, range(len(numbers)))
+    return numbers
+
+
+def test_a_power_of_two_that_is_no_number_is_refused_by_name(tmp_path: Path) -> None:
+    folder = write_packed(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tensors[name][0, 0, 0] = 255
+        return tensors
+
+    rewrite(folder, spoil)
+    kept = WeightSource.open(folder, read_decoder_config(folder), torch.bfloat16, torch.device("cuda"), False)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} has 1 powers of two"):
+        load_tensors(Checkpoint(folder), kept.table, kept.formats, CPU, lambda: None)
 
 
 def test_every_4_bit_number_is_expanded_as_the_format_says() -> None:

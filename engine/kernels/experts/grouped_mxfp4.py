@@ -1,0 +1,187 @@
+"""Rows times the matrices of their experts in 4 bits a number, as kernels/experts/grouped_linear.py multiplies others:
+for few rows, where reading the weights is what takes the time; and the way back to numbers, for many.
+
+A block of 32 inputs is multiplied as numbers without their power of two, which its sums get.
+
+T rows, K inputs, N outputs of an expert, E experts, S entries, P parts, C choices of a row.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.experts.grouped_linear import GroupedTiling, _gated
+from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
+from engine.kernels.experts.route import ExpertPlan
+from engine.kernels.pdl import release, supports_pdl, wait
+
+_BLOCK = tl.constexpr(32)  # inputs that share a power of two
+_ROWS_AT_ONCE = 16  # that a program expands
+_TOGETHER = tl.constexpr(8)
+
+
+@triton.jit
+def _numbers(halves, dtype: tl.constexpr):
+    """The numbers that 4 bits mean: a sign, two bits of an exponent, one of a fraction. Below 1 they lie evenly."""
+    size = halves & 7
+    value = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 2, 2.0 * value - 1.0, value)
+    return tl.where(halves < 8, value, -value).to(dtype)
+
+
+@triton.jit
+def _power(exponents):
+    """2 to the power of each, less 127."""
+    exponents = exponents.to(tl.int32)
+    bits = tl.where(exponents > 0, exponents << 23, 1 << 22)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _add_product(total, halves, exponents, values):
+    product = tl.dot(_numbers(halves, values.dtype), values, input_precision="ieee")
+    return total + product * _power(exponents)[:, None]
+
+
+@triton.jit
+def _add_blocks(total, pairs, exponents, lines, K, group, low_values, high_values):
+    """Adds 64 inputs' products of these outputs."""
+    at = pairs + lines[:, None] * (K // 2) + group * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    both = tl.load(at, eviction_policy="evict_first").to(tl.int32)
+    at_exponents = exponents + lines * (K // _BLOCK) + 2 * group
+    total = _add_product(total, both & 15, tl.load(at_exponents), low_values)
+    return _add_product(total, both >> 4, tl.load(at_exponents + 1), high_values)
+
+
+@triton.jit(do_not_specialize=["T", "tiles_count", "parts", "added_parts"])
+def _multiply(
+    x, pairs, exponents, bias, out, added, order, ends, tiles, weights, T, N, K, tiles_count, parts, added_parts, limit,
+    C: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, WEIGH_INPUTS: tl.constexpr,
+    WEIGH_OUTPUTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """GATED takes rows by their own number and gives them in the order of entries; else it takes them in that order,
+    and gives each choice's to a part of its own."""
+    release()
+    program = tl.program_id(0)
+    output_tiles = tl.cdiv(N, BLOCK_N)
+    chunk = program // (_TOGETHER * output_tiles)
+    together = tl.minimum(_TOGETHER, tiles_count - chunk * _TOGETHER)
+    within = program % (_TOGETHER * output_tiles)
+    tile = chunk * _TOGETHER + within % together
+    part = tl.program_id(1)
+    wait()
+    expert = tl.load(tiles + 2 * tile)
+    if expert >= 0:
+        places = tl.load(tiles + 2 * tile + 1) + tl.arange(0, BLOCK_T)
+        inside = places < tl.load(ends + expert)
+        entry = tl.load(order + places, mask=inside, other=0)
+        row = entry // C
+        outputs = within // together * BLOCK_N + tl.arange(0, BLOCK_N)
+        lines = expert.to(tl.int64) * (2 * N if GATED else N) + tl.minimum(outputs, N - 1)  # others are not stored
+        at_x = x + (row if GATED else places).to(tl.int64)[None, :] * K + tl.arange(0, _BLOCK)[:, None]
+        total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        groups = K // (2 * _BLOCK)
+        for group in tl.range(part * groups // parts, (part + 1) * groups // parts, num_stages=STAGES):
+            low = tl.load(at_x + group * (2 * _BLOCK), mask=inside[None, :], other=0.0)
+            high = tl.load(at_x + group * (2 * _BLOCK) + _BLOCK, mask=inside[None, :], other=0.0)
+            total = _add_blocks(total, pairs, exponents, lines, K, group, low, high)
+            if GATED:
+                total_up = _add_blocks(total_up, pairs, exponents, lines + N, K, group, low, high)
+        if WEIGH_INPUTS or WEIGH_OUTPUTS:
+            factors = tl.load(weights + entry, mask=inside, other=0.0)[None, :]
+        if WEIGH_INPUTS:  # here, where it costs nothing: the sums grow as the rows would
+            total *= factors
+            total_up *= factors
+        if BIASED:
+            share = tl.where(part == 0, 1.0, 0.0)
+            total += tl.load(bias + lines).to(tl.float32)[:, None] * share
+            if GATED:
+                total_up += tl.load(bias + lines + N).to(tl.float32)[:, None] * share
+        wanted = inside[:, None] & (outputs < N)[None, :]
+        if GATED:
+            total = _gated(total, total_up, limit, LIMITED)
+            at = out + places.to(tl.int64)[:, None] * N + outputs[None, :]
+        else:
+            if WEIGH_OUTPUTS:
+                total *= factors
+            choice = entry % C
+            at_row = row.to(tl.int64)[:, None] * N + outputs[None, :]
+            best = wanted & (choice == 0)[:, None]
+            total = tl.trans(total)
+            for other in range(0, tl.where(part == 0, added_parts, 0)):
+                total += tl.load(added + other * T.to(tl.int64) * N + at_row, mask=best, other=0.0).to(tl.float32)
+            total = tl.trans(total)
+            at = out + (choice * parts + part).to(tl.int64)[:, None] * T * N + at_row
+        tl.store(at, tl.trans(total).to(out.dtype.element_ty), mask=wanted)
+
+
+def multiply_gated(
+    x_TK: Tensor, weight: Mxfp4Weight, bias_S: Tensor | None, plan: ExpertPlan, tiling: GroupedTiling, limit: float,
+    weigh_inputs: bool, out_SI: Tensor,
+) -> Tensor:  # fmt: skip
+    """As grouped_linear.multiply_gated."""
+    assert tiling.parts == 1
+    assert len(out_SI) == len(plan.order_S)
+    _launch(x_TK, weight, bias_S, plan, tiling, out_SI, None, gated=True, limit=limit, weigh=weigh_inputs)
+    return out_SI
+
+
+def multiply(
+    x_SK: Tensor, weight: Mxfp4Weight, bias_S: Tensor | None, plan: ExpertPlan, tiling: GroupedTiling,
+    added_PTN: Tensor | None, weigh_outputs: bool, out_PTN: Tensor,
+) -> Tensor:  # fmt: skip
+    """As grouped_linear.multiply."""
+    rows, choices = plan.weights_TK.shape
+    assert out_PTN.shape[:2] == (choices * tiling.parts, rows)
+    _launch(x_SK, weight, bias_S, plan, tiling, out_PTN, added_PTN, gated=False, limit=0.0, weigh=weigh_outputs)
+    return out_PTN
+
+
+def _launch(
+    x: Tensor, weight: Mxfp4Weight, bias_S: Tensor | None, plan: ExpertPlan, tiling: GroupedTiling, out: Tensor,
+    added: Tensor | None, gated: bool, limit: float, weigh: bool,
+) -> None:  # fmt: skip
+    (lines, inputs), outputs, (rows, choices) = weight.shape, out.shape[-1], plan.weights_TK.shape
+    assert x.shape[1] == inputs
+    assert inputs % 64 == 0
+    assert lines % (2 * outputs if gated else outputs) == 0
+    for each in (x, weight.pairs_NH, weight.exponents_NB, out):
+        assert each.is_contiguous()
+    if added is not None:
+        assert added.shape[1:] == out.shape[1:]
+        assert added.is_contiguous()
+    tiles = len(plan.tiles_L2)
+    _multiply[tiles * triton.cdiv(outputs, tiling.block_n), tiling.parts](
+        x, weight.pairs_NH, weight.exponents_NB, x if bias_S is None else bias_S, out, x if added is None else added,
+        plan.order_S, plan.ends_E, plan.tiles_L2, plan.weights_TK, rows, outputs, inputs, tiles, tiling.parts,
+        0 if added is None else len(added), limit, C=choices, GATED=gated, LIMITED=limit > 0, BIASED=bias_S is not None,
+        WEIGH_INPUTS=gated and weigh, WEIGH_OUTPUTS=not gated and weigh, BLOCK_T=plan.rows, BLOCK_N=tiling.block_n,
+        STAGES=tiling.stages, num_warps=tiling.warps, launch_pdl=supports_pdl(out.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _expand(pairs, exponents, out, first, count, K, ROWS: tl.constexpr):
+    group = tl.program_id(1)
+    lines = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = lines < count
+    lines = tl.minimum(lines, count - 1).to(tl.int64)
+    inputs = tl.arange(0, _BLOCK)[None, :]
+    at = (first + lines)[:, None] * (K // 2) + group * _BLOCK + inputs
+    both = tl.load(pairs + at).to(tl.int32)
+    at_exponents = exponents + (first + lines) * (K // _BLOCK) + 2 * group
+    at_out = out + lines[:, None] * K + group * (2 * _BLOCK) + inputs
+    for half in tl.static_range(2):
+        numbers = _numbers((both >> (4 * half)) & 15, tl.float32) * _power(tl.load(at_exponents + half))[:, None]
+        tl.store(at_out + half * _BLOCK, numbers.to(out.dtype.element_ty), mask=there[:, None])
+
+
+def expand(weight: Mxfp4Weight, out_NK: Tensor, lines: range) -> None:
+    """Writes these outputs as numbers."""
+    inputs = weight.shape[1]
+    assert out_NK.shape == (len(lines), inputs)
+    assert out_NK.is_contiguous()
+    _expand[triton.cdiv(len(lines), _ROWS_AT_ONCE), inputs // 64](
+        weight.pairs_NH, weight.exponents_NB, out_NK, lines.start, len(lines), inputs, ROWS=_ROWS_AT_ONCE
+    )
