@@ -106,10 +106,11 @@ class GpuMemory:
     def __init__(
         self, model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, pools: LayerPools,
         step_limits: StepLimits, context_tokens: int, stream: DeviceStream, kept_steps: int = 0,
+        embedding_rows: int = 0,
     ) -> None:  # fmt: skip
         """Adds a workspace for steps of the most rows, and host tiers, to weights and pools. Steps are launched into
-        `stream`; tokens of kept_steps more are kept beside those of the newest. Raises OutOfDeviceMemory, and then the
-        workspace is closed."""
+        `stream`; tokens of kept_steps more are kept beside those of the newest, and embedding_rows are there for
+        images. Raises OutOfDeviceMemory, and then the workspace is closed."""
         self.awake = True
         self.standby = False
         self.sampled_rows = 0
@@ -131,7 +132,7 @@ class GpuMemory:
             with stream.entered(), self.workspace.entered():
                 self.buffers = StepBuffers.make(
                     config, dtype, stream.device, step_limits.words, rows, sampled_rows, context_tokens,
-                    kept_steps * sampled_rows, 0 if config.vision is None else rows,
+                    kept_steps * sampled_rows, embedding_rows,
                 )  # fmt: skip
                 tiers = [
                     HostKVTier(pool, weights.arena.driver, kept_bytes, stream.device)
@@ -308,6 +309,7 @@ class GpuMemory:
 def open_gpu_memory(
     model: ModelSpec, config: ModelConfig, dtype: torch.dtype, weights: WeightBuffer, step_limits: StepLimits,
     context_tokens: int, device: torch.device, sizes: Items[tuple[int, int]] = (), kept_steps: int = 0,
+    embedding_rows: int = 0,
 ) -> GpuMemory:  # fmt: skip
     """Reserves pools for as much KV as the device could hold beside the weights, with one extent of each mapped; or for
     as many blocks, and so many in an extent, as `sizes` say. Raises OutOfDeviceMemory or DoesNotFit."""
@@ -323,5 +325,6 @@ def open_gpu_memory(
     ]
     layers = LayerPools(groups, pools)
     return GpuMemory(
-        model, config, dtype, weights, layers, step_limits, context_tokens, DeviceStream(device), kept_steps
-    )
+        model, config, dtype, weights, layers, step_limits, context_tokens, DeviceStream(device), kept_steps,
+        embedding_rows,
+    )  # fmt: skip

@@ -111,7 +111,8 @@ class GpuModel:
         self.launch_limits = self.step_limits if part is None else part.launch_limits(self.step_limits, context_tokens)
         self.memory = open_gpu_memory(
             self.model, self.config, source.dtype, weights, self.launch_limits, context_tokens, device,
-            *(() if part is None else (part.sizes, part.kept_steps)),
+            *(((), 0) if part is None else (part.sizes, part.kept_steps)),
+            0 if encoder is None else self.launch_limits.rows,
         )  # fmt: skip
         resources.callback(self.memory.close)
         add_images(self.memory, config.vision, encoder)

@@ -97,6 +97,15 @@ def seeing_source(model: ModelSpec, source: WeightSource) -> WeightSource:
     return seeing
 
 
+def open_follower_source(model: ModelSpec, dtype: torch.dtype, device: torch.device) -> WeightSource:
+    """What a follower of a decoder's rank 0 reads its part from. Rank 0 alone encodes images; steps with their rows are
+    as large on all ranks. Raises as `read_decoder`."""
+    folder = Path(model.folder)
+    config = read_decoder_config(folder, vectors=model.vectors)
+    source = WeightSource.open(folder, config, dtype, device, model.random_weights)
+    return replace(seeing_source(model, source), vision_table=())
+
+
 def loaded_decoder(
     model: ModelSpec, config: ModelConfig, tokens: int, files: ModelFiles, parts: DecoderParts, resources: ExitStack
 ) -> LoadedModel:

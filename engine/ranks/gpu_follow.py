@@ -1,14 +1,13 @@
 """A follower of a decoder on GPUs: it opens its part as rank 0 says, and launches what rank 0 launches."""
 
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
 from engine.execution.gpu_model import GpuModel
 from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
 from engine.execution.memory_plan import context_tokens
-from engine.models.config import read_decoder_config
+from engine.execution.open import open_follower_source
 from engine.pipeline.stage_runner import StageRunner
 from engine.protocol.specs import ModelSpec
 from engine.ranks.board import RankBoard
@@ -19,7 +18,6 @@ from engine.ranks.follower import Follower, FollowerModel
 from engine.ranks.gpu_executor import unpack_order
 from engine.ranks.gpu_part import facts_of, open_part
 from engine.ranks.software import require_like, software_of
-from engine.weights.source import WeightSource
 
 
 def follow_on_gpu(
@@ -31,12 +29,12 @@ def follow_on_gpu(
         torch.cuda.set_device(device)
     with torch.inference_mode(), ExitStack() as resources:
         channel.send(facts_of(rank, board.ranks, device))
-        config = read_decoder_config(Path(model.folder), vectors=model.vectors)
         dtype, arena_bytes, software, sizes = follower.read(
             CommandKind.OPEN, lambda said: (getattr(torch, said[0]), said[1], said[2], said[3])
         )
         require_like(rank, software_of(device), software)
-        source = WeightSource.open(Path(model.folder), config, dtype, device, model.random_weights)
+        source = open_follower_source(model, dtype, device)
+        config = source.config
         part = open_part(model, source, rank, arena_bytes, swap_as_follower(channel, wait), sizes)
         opened = GpuModel(
             model, config, source, context_tokens(model, config.context_tokens), follower.beat, part, resources

@@ -108,8 +108,9 @@ def test_two_ranks_see_what_rank_0_encodes(
     folder: Path, reference: Llama4ForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patch_layers, "CpuLinear", TorchLinear)
-    with two(folder, **SIZES) as ranks:
-        served = Seeing(folder, ranks.model, **SIZES)
+    few_rows = SIZES | {"step_tokens": 16}  # a tile's rows are more, on each rank
+    with two(folder, **few_rows) as ranks:
+        served = Seeing(folder, ranks.model, **few_rows)
         assert served.texts([SHORT], 2) == [wanted(reference, SHORT, served.written[0])]
         served.worker.close()
 
