@@ -4,7 +4,8 @@ On a CPU the weight lies in the blocked order of oneDNN, packed once: the same m
 about twice as long for one row. A row's result must not depend on how many rows come with it. oneDNN keeps that
 for most shapes and row counts, but not for all: with one row and many inputs it adds up in another order. So the
 first weight of each shape is probed: `min_invariant_rows` finds the number of rows from which on each row comes out
-bit for bit the same, and `CpuLinear` pads up to that. One row alone, which is what decoding for one caller is, goes
+bit for bit the same, and `CpuLinear` pads up to that. With AMX there is often none, since the inputs are divided by the
+number of rows: then all rows are multiplied in pieces of one number of them. One row alone, which is what decoding for one caller is, goes
 through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row has among others.
 
 T rows, K inputs, N outputs.
@@ -24,6 +25,7 @@ from engine.layers.row_ops import silu_and_multiply
 
 _ROWS_HINT = 64  # the row count for which oneDNN chooses the order of a packed weight
 _ROWS_TRIED = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64)
+_PIECE_ROWS: Final = 64  # of matmuls whose order of adding up depends on how many rows there are
 _QUICK_ROWS = 4  # oneDNN reads a weight a third faster for four rows than for one or two
 _LIBRARY_HAS: Final[dict[torch.dtype, Callable[[], bool]]] = {  # with AVX2 alone oneDNN has float32 and no more
     torch.float32: lambda: True,
@@ -66,9 +68,12 @@ class CpuLinear:
         self._activation = activation
         self._packed = _pack(weight_NK)
         probed = min(self.outputs, _PROBE_OUTPUTS_MAX)
+        self._piece = piece_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
+        self.row_alone: _RowMatmul | None = None
+        if self._piece is not None:
+            return
         invariant = min_invariant_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
         self._min_rows = max(invariant, _QUICK_ROWS)
-        self.row_alone: _RowMatmul | None = None
         if bias_N is None and activation is Activation.NONE and weight_NK.dtype is torch.bfloat16:
             self.row_alone = _row_matmul(self._packed, self.inputs, self.outputs, self._min_rows)
 
@@ -76,10 +81,20 @@ class CpuLinear:
         rows = x_TK.shape[0]
         if rows == 1 and self.row_alone is not None:
             return self.row_alone(x_TK)
+        if self._piece is not None:
+            pieces = [self._padded(piece_TK, self._piece) for piece_TK in x_TK.split(self._piece)]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         if rows >= self._min_rows:
             return _multiply(x_TK, self._packed, self._bias, self._activation)
-        copies = -(-self._min_rows // rows)
-        return _multiply(x_TK.repeat(copies, 1), self._packed, self._bias, self._activation)[:rows]
+        return self._padded(x_TK, self._min_rows)
+
+    def _padded(self, x_TK: Tensor, count: int) -> Tensor:
+        """The rows' results among `count` rows at least; exactly so many where it is a piece's."""
+        rows = x_TK.shape[0]
+        if rows < count:
+            x_TK = x_TK.repeat(-(-count // rows), 1)
+            x_TK = x_TK[:count] if count == self._piece else x_TK
+        return _multiply(x_TK, self._packed, self._bias, self._activation)[:rows]
 
     def swiglu(self, x_TK: Tensor) -> Tensor:
         return silu_and_multiply(self(x_TK))
@@ -146,7 +161,7 @@ def is_batch_invariant(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) ->
     """Whether matmuls of these (inputs, outputs) can give a row the same bits whatever rows come with it."""
     try:
         for inputs, outputs in shapes:
-            min_invariant_rows(inputs, min(outputs, _PROBE_OUTPUTS_MAX), dtype, torch.get_num_threads())
+            piece_rows(inputs, min(outputs, _PROBE_OUTPUTS_MAX), dtype, torch.get_num_threads())
     except NotBatchInvariant:
         return False
     return True
@@ -161,6 +176,24 @@ def min_invariant_rows(inputs: int, outputs: int, dtype: torch.dtype, threads: i
     """
     x_TK, packed = _probe(inputs, outputs, dtype)
     return _min_rows(lambda rows_TK: _multiply(rows_TK, packed, None), x_TK)
+
+
+@cache
+def piece_rows(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int | None:
+    """In matmuls of how many rows each row has the same bits whatever rows come with it and wherever it lies; None
+    where min_invariant_rows has an answer, which is quicker. Raises NotBatchInvariant where there is neither."""
+    try:
+        min_invariant_rows(inputs, outputs, dtype, threads)
+        return None
+    except NotBatchInvariant:
+        x_TK, packed = _probe(inputs, outputs, dtype)
+        assert len(x_TK) == _PIECE_ROWS
+        full_TN = _multiply(x_TK, packed, None)
+        for turn in (1, 7, 16, 33):
+            others_TK = torch.cat((x_TK[:turn].roll(1, 1), x_TK[: _PIECE_ROWS - turn]))
+            if not torch.equal(_multiply(others_TK, packed, None)[turn:], full_TN[: _PIECE_ROWS - turn]):
+                raise
+        return _PIECE_ROWS
 
 
 @cache
