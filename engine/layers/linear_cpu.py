@@ -4,9 +4,10 @@ On a CPU the weight lies in the blocked order of oneDNN, packed once: the same m
 about twice as long for one row. A row's result must not depend on how many rows come with it. oneDNN keeps that
 for most shapes and row counts, but not for all: with one row and many inputs it adds up in another order. So the
 first weight of each shape is probed: `min_invariant_rows` finds the number of rows from which on each row comes out
-bit for bit the same, and `CpuLinear` pads up to that. With AMX there is often none, since the inputs are divided by the
-number of rows: then all rows are multiplied in pieces of one number of them. One row alone, which is what decoding for one caller is, goes
-through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row has among others.
+bit for bit the same, and `CpuLinear` pads up to that. With AMX there often is none, for inputs are divided by the
+number of rows: then all rows are multiplied in pieces of one number of them. One row alone, which is what decoding
+for one caller is, goes through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row
+has among others.
 
 T rows, K inputs, N outputs.
 """

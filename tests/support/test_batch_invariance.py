@@ -10,10 +10,11 @@ from tests.support.batch_invariance import skip_if_bfloat16_varies
 
 @pytest.fixture(autouse=True)
 def varying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix library whose results depend on the number of rows."""
+    """A matrix library whose results depend on where a row lies."""
     monkeypatch.setattr(linear_cpu, "_pack", lambda weight_NK: weight_NK)  # some processors pack float32 alone
-    monkeypatch.setattr(linear_cpu, "_multiply", lambda x_TK, *_: x_TK * len(x_TK))
-    monkeypatch.setattr(linear_cpu, "min_invariant_rows", linear_cpu.min_invariant_rows.__wrapped__)
+    monkeypatch.setattr(linear_cpu, "_multiply", lambda x_TK, *_: x_TK * torch.arange(1, len(x_TK) + 1)[:, None])
+    for name in ("min_invariant_rows", "piece_rows"):
+        monkeypatch.setattr(linear_cpu, name, getattr(linear_cpu, name).__wrapped__)
 
 
 @skip_if_bfloat16_varies()

@@ -259,15 +259,15 @@ def test_auto_measures_both_dtypes_and_says_so(folders: dict[str, Path], caplog:
 
 @pytest.fixture
 def without_invariant_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor as was found, whose bfloat16 adds up in another order for each count of rows."""
-    least = linear_cpu.min_invariant_rows
+    """A processor whose bfloat16 adds up in another order for each count of rows, in pieces too."""
+    pieces = linear_cpu.piece_rows
 
-    def of_such_a_processor(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int:
+    def of_such_a_processor(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> int | None:
         if dtype is torch.bfloat16 and inputs > 1000:
             raise linear_cpu.NotBatchInvariant("no row count")
-        return least(inputs, outputs, dtype, threads)
+        return pieces(inputs, outputs, dtype, threads)
 
-    monkeypatch.setattr(linear_cpu, "min_invariant_rows", of_such_a_processor)
+    monkeypatch.setattr(linear_cpu, "piece_rows", of_such_a_processor)
 
 
 @pytest.mark.usefixtures("without_invariant_bfloat16")
@@ -302,7 +302,8 @@ def test_on_a_processor_that_has_float32_alone_a_model_computes_in_that(
     """With AVX2 and no AVX-512, oneDNN refuses a bfloat16 weight: no model could be opened there."""
     for dtype in (torch.bfloat16, torch.float16):
         monkeypatch.setitem(linear_cpu._LIBRARY_HAS, dtype, lambda: False)
-    linear_cpu.min_invariant_rows.cache_clear()
+    for probe in (linear_cpu.min_invariant_rows, linear_cpu.piece_rows):
+        probe.cache_clear()
     for file in EMBER.iterdir():
         if file.is_file():
             (tmp_path / file.name).symlink_to(file.resolve())
