@@ -5,7 +5,7 @@ which is the business of the linear layer that takes its tensors (assembly.py).
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -117,30 +117,36 @@ class Bf12Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Format:
-    """Numbers in 8 bits (fp8.py): one tensor of them, and one of float32 factors, [outputs, blocks of 128 inputs or 1].
-    Its methods are PlainFormat's."""
+class _ScaledFormat:
+    """A tensor of numbers, and one of what several of them share. Its methods are PlainFormat's."""
 
     outputs: int
     inputs: int
-    blocks: int
-    is_bf12 = False
+    is_bf12: ClassVar = False
 
     @property
     def numbers(self) -> int:
         return self.outputs * self.inputs
+
+    def main_tensor(self, parameter: str) -> str:
+        return parameter
+
+    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
+        """Does nothing: load.py writes what is shared, which it has read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format(_ScaledFormat):
+    """Numbers in 8 bits (fp8.py): one tensor of them, and one of float32 factors, [outputs, blocks of 128 inputs or
+    1]."""
+
+    blocks: int
 
     def tensors(self, parameter: str) -> TensorShapes:
         return {
             parameter: (torch.Size((self.outputs, self.inputs)), fp8.DTYPE),
             parameter + SCALES: (torch.Size((self.outputs, self.blocks)), torch.float32),
         }
-
-    def main_tensor(self, parameter: str) -> str:
-        return parameter
-
-    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        """Does nothing: load.py writes the factors, which it has read."""
 
     def cut(self, part: ParameterShard) -> "Fp8Format | None":
         """As PlainFormat.cut; None where a part's inputs are not whole blocks, of which each has a factor."""
@@ -163,28 +169,14 @@ class Fp8Format:
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Format:
-    """An Mxfp4Weight: one tensor of pairs, and one of exponents. Its methods are PlainFormat's."""
-
-    outputs: int
-    inputs: int
-    is_bf12 = False
-
-    @property
-    def numbers(self) -> int:
-        return self.outputs * self.inputs
+class Mxfp4Format(_ScaledFormat):
+    """An Mxfp4Weight: one tensor of pairs, and one of exponents."""
 
     def tensors(self, parameter: str) -> TensorShapes:
         return {
             parameter: (torch.Size((self.outputs, self.inputs // 2)), torch.uint8),
             parameter + SCALES: (torch.Size((self.outputs, self.inputs // mxfp4.BLOCK)), torch.uint8),
         }
-
-    def main_tensor(self, parameter: str) -> str:
-        return parameter
-
-    def write_index(self, parameter: str, tensors: dict[str, Tensor], escapes: Sequence[Escapes]) -> None:
-        """Does nothing: load.py writes the exponents, which it has read."""
 
     def cut(self, part: ParameterShard) -> "Mxfp4Format | None":
         """As PlainFormat.cut; None where a part's inputs are not whole pairs of blocks."""
