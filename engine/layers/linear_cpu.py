@@ -26,7 +26,7 @@ from engine.layers.row_ops import silu_and_multiply
 
 _ROWS_HINT = 64  # the row count for which oneDNN chooses the order of a packed weight
 _ROWS_TRIED = (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64)
-_PIECE_ROWS: Final = 64  # of matmuls whose order of adding up depends on how many rows there are
+_PIECE_ROWS: Final = _ROWS_TRIED[-1]  # of matmuls whose order of adding up depends on how many rows there are
 _QUICK_ROWS = 4  # oneDNN reads a weight a third faster for four rows than for one or two
 _LIBRARY_HAS: Final[dict[torch.dtype, Callable[[], bool]]] = {  # with AVX2 alone oneDNN has float32 and no more
     torch.float32: lambda: True,
@@ -90,11 +90,10 @@ class CpuLinear:
         return self._padded(x_TK, self._min_rows)
 
     def _padded(self, x_TK: Tensor, count: int) -> Tensor:
-        """The rows' results among `count` rows at least; exactly so many where it is a piece's."""
+        """The rows' results among `count` rows, where they are fewer."""
         rows = x_TK.shape[0]
         if rows < count:
-            x_TK = x_TK.repeat(-(-count // rows), 1)
-            x_TK = x_TK[:count] if count == self._piece else x_TK
+            x_TK = x_TK.repeat(-(-count // rows), 1)[:count]
         return _multiply(x_TK, self._packed, self._bias, self._activation)[:rows]
 
     def swiglu(self, x_TK: Tensor) -> Tensor:
@@ -188,7 +187,6 @@ def piece_rows(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> i
         return None
     except NotBatchInvariant:
         x_TK, packed = _probe(inputs, outputs, dtype)
-        assert len(x_TK) == _PIECE_ROWS
         full_TN = _multiply(x_TK, packed, None)
         for turn in (1, 7, 16, 33):
             others_TK = torch.cat((x_TK[:turn].roll(1, 1), x_TK[: _PIECE_ROWS - turn]))

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from engine.layers import cpu_row
+from engine.layers import cpu_row, linear_cpu
 from engine.layers.cpu_row import RowFunctions
 from engine.layers.linear_cpu import CpuLinear, NotBatchInvariant, _min_rows, min_invariant_rows, row_chunk
 from tests.support.batch_invariance import skip_if_bfloat16_varies
@@ -56,6 +56,19 @@ def test_the_probe_notices_a_matmul_that_treats_few_rows_otherwise() -> None:
 def test_a_library_that_never_agrees_is_refused() -> None:
     with pytest.raises(NotBatchInvariant, match="inputs"):
         _min_rows(lambda x: x * len(x), torch.ones(64, 3))
+
+
+def test_where_bits_depend_on_the_number_of_rows_they_come_in_pieces_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_so_many(x_TK: torch.Tensor, weight_NK: torch.Tensor, *_: object) -> torch.Tensor:
+        return (x_TK @ weight_NK.T) * len(x_TK)
+
+    monkeypatch.setattr(linear_cpu, "_pack", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(linear_cpu, "_multiply", of_so_many)
+    for probe in ("min_invariant_rows", "piece_rows"):
+        monkeypatch.setattr(linear_cpu, probe, getattr(linear_cpu, probe).__wrapped__)
+    linear, x_TK = CpuLinear(torch.eye(6)), torch.arange(6.0 * 150).view(150, 6)
+    for rows in (1, 5, 64, 65, 150):
+        assert torch.equal(linear(x_TK[:rows]), 64 * x_TK[:rows]), rows
 
 
 def test_probing_a_shape_is_done_once() -> None:
