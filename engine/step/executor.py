@@ -316,7 +316,7 @@ class ImageEncoder(Protocol):
 
     def encode(self, images: Items[bytes]) -> list[NDArray[np.float32]]:
         """[tokens, hidden] for each image of side · side · 3 bytes, row by row, the three numbers of a pixel together.
-        A result does not depend on the other images, but on a GPU in its last bits. Raises EncoderAsleep."""
+        A result does not depend on the other images; on a GPU its last bits may. Raises EncoderAsleep."""
 
     def place(self, rows_NH: NDArray[np.float32], row: int) -> None:
         """Puts rows into the executor's buffer, from `row` on, for the next launch, which leaves none of them there."""
