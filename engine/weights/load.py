@@ -252,10 +252,8 @@ def _require_sound(scales: Mapping[str, Tensor], names: Mapping[str, str], loads
             raise CheckpointError(f"{load.stored.path}: {load.name} has {count} values that are no numbers")
         own = scales.get(load.name)
         if load.rows.dtype is torch.uint8 and own is not None and (count := mxfp4.count_not_finite(own)):
-            path = load.stored.path
-            raise CheckpointError(
-                f"{path}: {names[load.name]} has {count} powers of two that are no numbers: the file is damaged, get it again"
-            )
+            said = f"{names[load.name]} has {count} powers of two that are no numbers"
+            raise CheckpointError(f"{load.stored.path}: {said}: the file is damaged, get it again")
         if own is not None and own.is_floating_point() and not bool(own.isfinite().all()):
             raise CheckpointError(f"{load.stored.path}: {names[load.name]} has factors that are not finite")
 
