@@ -71,7 +71,7 @@ class StepLimits:
         return cls(rows, sequences, words, step_tokens or _STEP_TOKENS, prompt_step_tokens)
 
 
-class SleepingEncoder(ImageEncoder, Protocol):
+class DeviceImageEncoder(ImageEncoder, Protocol):
     """What encodes images on a GPU (images/gpu_images.py), as the memory and steps see it.
 
     encoding_bytes  that `encode` takes for a moment.
@@ -116,7 +116,7 @@ class GpuMemory:
         self.sampled_rows = 0
         self.windows: RankWindows | None = None
         self.windows_bytes = 0
-        self.images: SleepingEncoder | None = None
+        self.images: DeviceImageEncoder | None = None
         self.handover_bytes = windows_bytes(model, pools.pools, weights.arena.max_bytes)
         self.pools = pools
         self.workspace = Workspace(weights.arena, stream.device)

@@ -22,7 +22,7 @@ _NUMBERS: Final = 20  # of the encoder's hidden size that each patch takes meanw
 
 
 class GpuImageEncoder:
-    """A SleepingEncoder: an image's last bits depend on how many are encoded with it."""
+    """A DeviceImageEncoder: an image's last bits depend on how many are encoded with it."""
 
     def __init__(self, config: VisionConfig, encoder: VisionEncoder, rows_EH: Tensor, stream: DeviceStream) -> None:
         """`rows_EH` is the buffer of embeddings that steps read, which are queued in `stream`."""

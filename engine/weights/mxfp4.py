@@ -29,8 +29,8 @@ def expand(bytes_BH: Tensor, exponents_B: Tensor, dtype: torch.dtype) -> Tensor:
 
 def pair(bytes_BH: Tensor) -> Tensor:
     """[B / 2, 32] of B blocks of 16 bytes: two blocks side by side in the halves of each byte."""
-    halves_GBI = torch.stack((bytes_BH & 0xF, bytes_BH >> 4), -1).view(-1, 2, BLOCK)
-    return halves_GBI[:, 0] | (halves_GBI[:, 1] << 4)
+    nibbles_GBI = torch.stack((bytes_BH & 0xF, bytes_BH >> 4), -1).view(-1, 2, BLOCK)
+    return nibbles_GBI[:, 0] | (nibbles_GBI[:, 1] << 4)
 
 
 def count_not_finite(exponents: Tensor) -> int:

@@ -21,12 +21,12 @@ _TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
-def _numbers(halves, dtype: tl.constexpr):
+def _numbers(nibbles, dtype: tl.constexpr):
     """The numbers that 4 bits mean: a sign, two bits of an exponent, one of a fraction. Below 1 they lie evenly."""
-    size = halves & 7
+    size = nibbles & 7
     value = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(size < 2, 2.0 * value - 1.0, value)
-    return tl.where(halves < 8, value, -value).to(dtype)
+    return tl.where(nibbles < 8, value, -value).to(dtype)
 
 
 @triton.jit
@@ -38,8 +38,8 @@ def _power(exponents):
 
 
 @triton.jit
-def _add_product(total, halves, exponents, values):
-    product = tl.dot(_numbers(halves, values.dtype), values, input_precision="ieee")
+def _add_product(total, nibbles, exponents, values):
+    product = tl.dot(_numbers(nibbles, values.dtype), values, input_precision="ieee")
     return total + product * _power(exponents)[:, None]
 
 
