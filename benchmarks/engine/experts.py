@@ -1,5 +1,5 @@
 """How long the experts of a mixture take on a GPU, router and list included, beside the bytes and FLOP that they need:
-for even choices and for all rows on the same experts, in bf16, 12 and 8 bits a number.
+for even choices and for all rows on the same experts, in bf16, 12, 8 and 4 bits a number.
 
     python -m benchmarks.engine.experts [--models qwen3-30b,scout-rank] [--rows 1,64,256] [--json rows.json]
     python -m benchmarks.engine.experts --models qwen3-30b --row-tilings      one row in bf16, cut in several ways
@@ -28,20 +28,21 @@ from engine.bf12.codec import choose_bases, encode, stack_matrices
 from engine.kernels.experts import reference
 from engine.kernels.experts.grouped_linear import ExpertWeights
 from engine.kernels.experts.grouped_tuning import tile_rows
+from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.kernels.experts.route import route
 from engine.kernels.experts.routing_rule import RoutingRule
 from engine.kernels.experts.row_experts import RowTiling, gate_row, multiply_row
 from engine.layers.fp8_weight import Fp8Weight
 from engine.layers.mixture_gpu import GpuExperts, Weight
 from engine.models.config import read_decoder_config
-from engine.weights import fp8
+from engine.weights import fp8, mxfp4
 
-FORMS: Final = ("bf16", "bf12", "fp8")
+FORMS: Final = ("bf16", "bf12", "fp8", "mxfp4")
 CHOICES: Final = ("even", "skewed")
 _LAYERS_BYTES: Final = 400 << 20  # that one replay goes through, if a layer is smaller
 _REPEATS: Final = 20
-_NUMBER_BYTES: Final = {"bf16": 2.0, "bf12": 1.5, "fp8": 1.0}
-_ERROR_MOST: Final = {"bf16": 0.02, "bf12": 0.02, "fp8": 0.08}
+_NUMBER_BYTES: Final = {"bf16": 2.0, "bf12": 1.5, "fp8": 1.0, "mxfp4": 17 / 32}
+_ERROR_MOST: Final = {"bf16": 0.02, "bf12": 0.02, "fp8": 0.08, "mxfp4": 0.02}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,9 @@ class ExpertsWork:
 
 
 def weight_of(outputs: int, inputs: int, form: str, device: torch.device, seed: int) -> Weight:
+    if form == "mxfp4":
+        bytes_BH, exponents_B = draw_blocks(outputs, inputs, device, seed)
+        return Mxfp4Weight(mxfp4.pair(bytes_BH).view(outputs, -1), exponents_B.view(outputs, -1))
     generator = torch.Generator(device).manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator, device=device).mul_(inputs**-0.5).bfloat16()
     if form == "bf12":
@@ -77,6 +81,20 @@ def weight_of(outputs: int, inputs: int, form: str, device: torch.device, seed: 
     if form == "fp8":
         return Fp8Weight(*fp8.quantize(weight))
     return weight
+
+
+def draw_blocks(outputs: int, inputs: int, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    """Blocks of numbers in 4 bits as files have them, and their exponents."""
+    generator, blocks = torch.Generator(device).manual_seed(seed), outputs * inputs // mxfp4.BLOCK
+    drawn = torch.randint(256, (blocks, mxfp4.BLOCK_BYTES), generator=generator, device=device, dtype=torch.uint8)
+    return drawn, torch.randint(118, 122, (blocks,), generator=generator, device=device, dtype=torch.uint8)
+
+
+def numbers_of(outputs: int, inputs: int, form: str, device: torch.device, seed: int) -> Tensor:
+    """What a weight was made of, in float32: of 12 and 8 bits a number the numbers before them."""
+    if form == "mxfp4":
+        return mxfp4.expand(*draw_blocks(outputs, inputs, device, seed), torch.float32).view(outputs, inputs)
+    return _plain(outputs, inputs, device, seed).float()
 
 
 def layer_of(work: ExpertsWork, form: str, device: torch.device, seed: int = 0) -> GpuExperts:
@@ -108,10 +126,9 @@ def error_of(work: ExpertsWork, form: str, choice: str, rows: int, device: torch
         compute(work, layer, x_TH, logits_TE, torch.tensor([rows], dtype=torch.int32, device=device)).float().sum(0)
     )
     gate_up, down = (
-        weight_of(work.rule.experts * outputs, inputs, "bf16", device, seed).float().chunk(work.rule.experts)
+        numbers_of(work.rule.experts * outputs, inputs, form, device, seed).chunk(work.rule.experts)
         for seed, (outputs, inputs) in enumerate([(2 * work.inner, work.hidden), (work.hidden, work.inner)])
     )
-    assert isinstance(gate_up, tuple)
     ids_TK, weights_TK = reference.route(logits_TE, work.rule)
     wanted_TH = torch.zeros_like(found_TH)
     for row, (ids, weights) in enumerate(zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)):
@@ -210,6 +227,8 @@ def main(arguments: list[str]) -> int:
         work = ExpertsWork.of(model)
         if form == "bf12" and (work.limit or work.inner % 128 or work.hidden % 128):
             continue  # gpt-oss: its sizes have no code
+        if form == "mxfp4" and (work.inner % mxfp4.PAIR or work.hidden % mxfp4.PAIR):
+            continue
         one = layer_of(work, form, device)
         layers = [one, *(layer_of(work, form, device, seed) for seed in range(1, max(1, _LAYERS_BYTES // one.bytes)))]
         for choice, rows in product(CHOICES, [int(rows) for rows in options.rows.split(",")]):

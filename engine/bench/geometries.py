@@ -10,9 +10,18 @@ from engine.models.config import ModelConfig
 
 BYTES_PER_S: Final = 4.3e12  # an H200's memory, measured by a copy
 FLOP_PER_S: Final = 790e12  # its bf16 matmuls, measured
+_MXFP4_BYTES: Final = 17 / 32  # of a number
 _LLAMA: Final = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 _QWEN3: Final = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1000000.0, "head_dim": 128, "vocab_size": 151936}
 
+_GPT_OSS: Final = {
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+}
+_MXFP4: Final = {"quantization_config": {"quant_method": "mxfp4"}}
 _SCOUT: Final = {
     "architectures": ["Llama4ForCausalLM"],
     "head_dim": 128,
@@ -109,15 +118,9 @@ GEOMETRIES: Final[dict[str, dict[str, Any]]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
-    "gpt-oss-20b": {
-        **_sizes(2880, 2880, 24, 64, 8, 131072),
-        "architectures": ["GptOssForCausalLM"],
-        "head_dim": 64,
-        "vocab_size": 201088,
-        "sliding_window": 128,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-    },
+    "gpt-oss-20b": {**_GPT_OSS, **_sizes(2880, 2880, 24, 64, 8, 131072), "num_local_experts": 32},
+    "gpt-oss-20b-mxfp4": {**_GPT_OSS, **_sizes(2880, 2880, 24, 64, 8, 131072), "num_local_experts": 32, **_MXFP4},
+    "gpt-oss-120b-mxfp4": {**_GPT_OSS, **_sizes(2880, 2880, 36, 64, 8, 131072), "num_local_experts": 128, **_MXFP4},
     "scout": {**_sizes(5120, 8192, 48, 40, 8, 1048576), **_SCOUT},
     # What one of two GPUs computes of it, without what they tell each other.
     "scout-rank": {**_sizes(5120, 4096, 48, 20, 4, 1048576), **_SCOUT, "intermediate_size_mlp": 8192},
@@ -126,7 +129,7 @@ GEOMETRIES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {**_LLAMA, **_sizes(64, 96, 2, 4, 2, 4096), "vocab_size": 160, "torch_dtype": "float32"},
 }
 
-MIXTURES: Final = ("mixtral-8x7b", "qwen3-30b", "gpt-oss-20b", "scout", "scout-rank", "scout-slice")
+MIXTURES: Final = tuple(name for name, sizes in GEOMETRIES.items() if "num_experts_per_tok" in sizes)
 
 
 def write_folder(name: str, folder: Path) -> Path:
@@ -138,7 +141,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RooflineBound:
-    """The least that steps of a model take, in bf16 on one H200: bytes ÷ bandwidth and FLOP ÷ rate.
+    """The least that steps of a model take on one H200, which computes in bf16: bytes ÷ bandwidth and FLOP ÷ rate.
 
     weights_bytes    that every step reads: all but the embedding and experts that rows choose.
     head_bytes       of these, those of the head, which a prompt's last token alone needs.
@@ -146,6 +149,7 @@ class RooflineBound:
     attention_flop   of all layers, per row and key.
     spans            how many tokens back rows see at most, None for all, and the share of the layers in which.
     expert_bytes     of one expert in all layers that have some; there are `experts`, of which a row takes `chosen`.
+    expert_flop      of one expert in all layers, per row.
     """
 
     weights_bytes: int
@@ -153,7 +157,8 @@ class RooflineBound:
     kv_token_bytes: int
     attention_flop: int
     spans: tuple[tuple[int | None, float], ...] = ((None, 1.0),)
-    expert_bytes: int = 0
+    expert_bytes: float = 0.0
+    expert_flop: int = 0
     experts: int = 1
     chosen: int = 0
 
@@ -165,21 +170,23 @@ class RooflineBound:
         numbers += 3 * config.intermediate * (config.layers - sparse)
         if mixture is not None:
             numbers += sparse * (mixture.rule.experts + 3 * mixture.shared)
+        expert_numbers = 0 if mixture is None else 3 * sparse * config.hidden * mixture.intermediate
         return cls(
             weights_bytes=2 * config.hidden * numbers,
             head_bytes=2 * config.vocabulary * config.hidden,
             kv_token_bytes=4 * config.layers * config.kv_heads * config.head_dim,
             attention_flop=4 * config.layers * config.heads * config.head_dim,
             spans=tuple((group.span.tokens, len(group.layers) / config.layers) for group in config.kv_groups),
-            expert_bytes=0 if mixture is None else 6 * sparse * config.hidden * mixture.intermediate,
+            expert_bytes=expert_numbers * (_MXFP4_BYTES if config.mxfp4 else 2),
+            expert_flop=2 * expert_numbers,
             experts=1 if mixture is None else mixture.rule.experts,
             chosen=0 if mixture is None else mixture.rule.chosen,
         )
 
     @property
-    def row_bytes(self) -> int:
-        """The weights that one row is multiplied with."""
-        return self.weights_bytes + self.chosen * self.expert_bytes
+    def row_flop(self) -> int:
+        """Of one row's matmuls: as many as the bytes of their weights in bf16."""
+        return self.weights_bytes + self.chosen * self.expert_flop
 
     def read_bytes(self, rows: int) -> float:
         """The weights that so many rows need, whose choices are even and independent."""
@@ -189,14 +196,14 @@ class RooflineBound:
     def step_ms(self, rows: int, keys: float, pairs: float = 0.0) -> float:
         """A decode step of so many rows that reads so many keys in all, about as many for each. `pairs` of row and key:
         more than keys where rows share them."""
-        linear = max(self.read_bytes(rows) / BYTES_PER_S, rows * self.row_bytes / FLOP_PER_S)
+        linear = max(self.read_bytes(rows) / BYTES_PER_S, rows * self.row_flop / FLOP_PER_S)
         read, computed = (self._seen(rows, each) for each in (keys, pairs))
         attention = max(read * self.kv_token_bytes / BYTES_PER_S, computed * self.attention_flop / FLOP_PER_S)
         return 1e3 * (linear + attention)
 
     def prompt_ms(self, tokens: int) -> float:
         """To the first token: a FLOP per byte of bf16 weights and token, and attention to what each token sees."""
-        linear = tokens * (self.row_bytes - self.head_bytes) + self.head_bytes
+        linear = tokens * (self.row_flop - self.head_bytes) + self.head_bytes
         pairs = 0.0
         for span, share in self.spans:
             growing = tokens if span is None else min(tokens, span)

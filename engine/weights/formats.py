@@ -233,13 +233,26 @@ def select_formats(
 ) -> dict[str, WeightFormat]:
     """`stored` has all sources of the table. Only GPUs multiply by words or by 4 bits a number, and only in bfloat16,
     or by 8 bits, from Ada on: elsewhere all are expanded while they are loaded."""
-    multiplies = device.type == "cuda" and dtype is torch.bfloat16
+    multiplies = _multiplies_packed(dtype, device)
     keeps_fp8 = multiplies and fp8.are_kept(device)
     formats: dict[str, WeightFormat] = {}
     for entry in table:
         packed = _bf12(entry, stored) or _mxfp4(entry) if multiplies else None
         formats[entry.parameter] = packed or (_fp8(entry) if keeps_fp8 else None) or _plain(entry, dtype)
     return formats
+
+
+def random_formats(
+    table: Iterable[ParameterEntry], dtype: torch.dtype, device: torch.device
+) -> dict[str, WeightFormat]:
+    """The same where numbers are made up: what a checkpoint would have in 4 bits is so, and the rest as it is."""
+    table = list(table)
+    packed = {entry.parameter: _mxfp4(entry) for entry in table} if _multiplies_packed(dtype, device) else {}
+    return {entry.parameter: packed.get(entry.parameter) or _plain(entry, dtype) for entry in table}
+
+
+def _multiplies_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cuda" and dtype is torch.bfloat16
 
 
 def tensor_shapes(formats: WeightFormats) -> TensorShapes:

@@ -30,6 +30,7 @@ from engine.weights.formats import (
     formats_bytes,
     formats_to_cut,
     plain_formats,
+    random_formats,
     select_formats,
     shard_formats,
     tensor_shapes,
@@ -62,7 +63,7 @@ class WeightSource:
         """Reads headers. Raises CheckpointError where a tensor is missing, has no place or has the wrong shape."""
         if random:
             table = decoder_entries(config)
-            return cls(config, dtype, device, None, table, plain_formats(table, dtype))
+            return cls(config, dtype, device, None, table, random_formats(table, dtype, device))
         checkpoint = Checkpoint(folder)
         table, is_unused = required_tensors(config, checkpoint.tensors)
         checkpoint.require(table, is_unused)
@@ -127,7 +128,7 @@ class WeightSource:
         `load_tensors`."""
         table = list(self.vision_table)
         if self.checkpoint is None:
-            tensors = random_tensors(table, self.dtype, self.device, beat, into=into)
+            tensors = random_tensors(table, self._vision_formats, self.device, beat, into=into)
         else:
             tensors = load_tensors(self.checkpoint, table, self._vision_formats, self.device, beat, into)
         assert self.config.vision is not None
@@ -162,7 +163,7 @@ class WeightSource:
             made = whole.load_all(beat)
             return {name: made[parameter] for name, parameter in names.items()}
         if self.checkpoint is None:
-            return random_tensors(self.table, self.dtype, self.device, beat, into=into)
+            return random_tensors(self.table, self.formats, self.device, beat, into=into)
         return load_tensors(self.checkpoint, self.table, self.formats, self.device, beat, into)
 
 
@@ -197,7 +198,7 @@ class ShardSource:
         whole, checkpoint = self.whole, self.whole.checkpoint
         if checkpoint is None and whole.device.type == "cuda":
             made = allocate(self.formats, whole.device) if into is None else into
-            return random_tensors(self.own, whole.dtype, whole.device, beat, into=made)
+            return random_tensors(self.own, self.formats, whole.device, beat, into=made)
         if checkpoint is None:
             return self._cut(whole.load_all(beat), into)
         packed = [entry for entry in whole.table if not _is_read_in_parts(entry, checkpoint)]
@@ -246,7 +247,8 @@ def load_encoder(
 ) -> EncoderParameters:
     """Reads an encoder's parameters, or makes them up. Calls `beat` after each tensor. Raises CheckpointError."""
     if model.random_weights:
-        return assemble_encoder(config, random_tensors(encoder_entries(config, ""), dtype, device, beat), beat)
+        table = encoder_entries(config, "")
+        return assemble_encoder(config, random_tensors(table, plain_formats(table, dtype), device, beat), beat)
     checkpoint = Checkpoint(Path(model.folder))
     table, is_unused = required_tensors(config, checkpoint.tensors)
     checkpoint.require(table, is_unused)

@@ -47,8 +47,8 @@ def test_a_mixture_reads_what_rows_choose(name: str, billions: float, row_billio
     """Parameters without the embedding, and those that one token goes through; the published counts, but for biases."""
     bound = _bound(name, tmp_path)
     assert bound.weights_bytes + bound.experts * bound.expert_bytes == pytest.approx(2e9 * billions, rel=0.01)
-    assert bound.row_bytes == pytest.approx(2e9 * row_billions, rel=0.02)
-    assert bound.read_bytes(1) == pytest.approx(bound.row_bytes)
+    assert bound.row_flop == pytest.approx(2e9 * row_billions, rel=0.02)
+    assert bound.read_bytes(1) == pytest.approx(bound.row_flop)
     assert bound.read_bytes(4096) == pytest.approx(bound.weights_bytes + bound.experts * bound.expert_bytes)
 
 

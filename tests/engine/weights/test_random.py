@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.bench.geometries import write_folder
 from engine.models.config import ModelConfig, read_decoder_config
 from engine.models.llama import DecoderParameters
 from engine.models.weight_names import decoder_entries
+from engine.weights import mxfp4
 from engine.weights.assembly import assemble_decoder
+from engine.weights.formats import Mxfp4Format, WeightFormats, random_formats
 from engine.weights.random import random_revision, random_tensors
 from engine.weights.source import WeightSource
 from tests.support.small_models import FAMILIES, open_small, spec
@@ -29,7 +32,9 @@ def config_of(family: str, folder: Path) -> ModelConfig:
 def made(config: ModelConfig, seed: int = 0, beats: list[int] | None = None) -> DecoderParameters:
     with torch.inference_mode():
         beat = (lambda: None) if beats is None else lambda: beats.append(1)
-        return assemble_decoder(config, random_tensors(decoder_entries(config), torch.float32, CPU, beat, seed), beat)
+        table = decoder_entries(config)
+        tensors = random_tensors(table, random_formats(table, torch.float32, CPU), CPU, beat, seed)
+        return assemble_decoder(config, tensors, beat)
 
 
 @pytest.mark.parametrize("family", ["llama 3.1", "llama biases", "qwen2", "qwen3 biases window"])
@@ -58,6 +63,20 @@ def test_seeds_differ_and_equal_ones_do_not(tmp_path: Path) -> None:
     one, again, other = made(config, 1), made(config, 1), made(config, 2)
     assert torch.equal(one.embedding, again.embedding)
     assert not torch.equal(one.embedding, other.embedding)
+
+
+def test_what_is_published_in_4_bits_is_made_up_so_where_a_gpu_multiplies_it(tmp_path: Path) -> None:
+    table = decoder_entries(read_decoder_config(write_folder("gpt-oss-20b-mxfp4", tmp_path)))
+    own = [entry for entry in table if entry.parameter.startswith("layers.0.") and ".experts." in entry.parameter]
+    on_cpu, on_gpu = (random_formats(own, torch.bfloat16, torch.device(device)) for device in ("cpu", "cuda"))
+    packed = {name for name, format_ in on_gpu.items() if isinstance(format_, Mxfp4Format)}
+    assert packed == {entry.parameter for entry in own if entry.parameter.endswith("weight")}
+    assert not any(isinstance(format_, Mxfp4Format) for format_ in on_cpu.values())
+    down = next(entry for entry in own if entry.parameter.endswith("down.weight"))
+    smaller: WeightFormats = {down.parameter: Mxfp4Format(64, 4096)}
+    bytes_NH, exponents_NB = random_tensors([down], smaller, CPU, lambda: None).values()
+    numbers = mxfp4.expand(bytes_NH.view(-1, mxfp4.BLOCK_BYTES), exponents_NB.view(-1), torch.float32)
+    assert float(numbers.std()) == pytest.approx(0.02, rel=0.2)
 
 
 def test_revisions_name_config_and_seed(tmp_path: Path) -> None:
