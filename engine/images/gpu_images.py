@@ -43,8 +43,13 @@ class GpuImageEncoder:
                 raise EncoderAsleep
             pixels = np.frombuffer(b"".join(images), np.uint8).reshape(len(images), self.side, self.side, 3)
             with self._own.entered():
-                rows_BTH = self._encoder.embeddings(torch.from_numpy(pixels.copy()).to(self._own.device))
-                return list(rows_BTH.float().cpu().numpy())
+                rows_BTH = self._encoder.embeddings(torch.from_numpy(pixels.copy()).to(self._own.device)).float()
+                host_BTH = torch.empty(
+                    rows_BTH.shape, pin_memory=self._own.queues
+                )  # else the copy takes ten times as long
+                host_BTH.copy_(rows_BTH, non_blocking=True)
+            self._own.wait()
+            return list(host_BTH.numpy())
 
     def place(self, rows_NH: NDArray[np.float32], row: int) -> None:
         """Queues the copy ahead of the next step, from memory that torch keeps until it is done."""

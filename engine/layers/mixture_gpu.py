@@ -17,7 +17,14 @@ from engine.bf12.codec import Bf12Weight
 from engine.kernels.bf12_decode import expand
 from engine.kernels.experts import grouped_bf12, grouped_linear, grouped_mxfp4
 from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
-from engine.kernels.experts.grouped_tuning import bf12_tiling_for, has_large_blocks, tile_rows, tiling_for
+from engine.kernels.experts.grouped_mxfp4 import MXFP4_TILE_ROWS_MAX
+from engine.kernels.experts.grouped_tuning import (
+    bf12_tiling_for,
+    has_large_blocks,
+    mxfp4_tiling_for,
+    tile_rows,
+    tiling_for,
+)
 from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.kernels.experts.quantize_rows import quantize_rows
 from engine.kernels.experts.route import ExpertPlan, route
@@ -26,7 +33,7 @@ from engine.kernels.experts.row_experts import ROW_EXPERTS_MAX, gate_row, multip
 from engine.layers.fp8_weight import Fp8Weight
 
 _PARTS_ROWS_MAX: Final = 128  # of more rows parts are in the model's dtype: fewer bytes beside matmuls that take longer
-_CODED_ROWS_MAX: Final = 32  # of a tile; weights in 12 or 4 bits are expanded for larger ones, some experts at a time
+_CODED_ROWS_MAX: Final = 32  # of a tile; weights in 12 bits are expanded for larger ones, some experts at a time
 _CHUNK_BYTES: Final = 256 << 20
 
 Weight = Tensor | Bf12Weight | Fp8Weight | Mxfp4Weight
@@ -73,14 +80,15 @@ class GpuExperts:
         if isinstance(weight, Bf12Weight) and plan.rows <= _CODED_ROWS_MAX:
             coded = bf12_tiling_for(self._inner, x_TH.shape[1], entries, rule.experts, gated=True)
             return grouped_bf12.multiply_gated(x_TH, weight, plan, coded, weigh, out_SI)
+        if isinstance(weight, Mxfp4Weight) and plan.rows <= MXFP4_TILE_ROWS_MAX:
+            unpacked = mxfp4_tiling_for(self._inner, x_TH.shape[1], entries, rule.experts, plan.rows, gated=True)
+            return grouped_mxfp4.multiply_gated(
+                x_TH, weight, self._gate_up_bias, plan, unpacked, self._limit, weigh, out_SI
+            )
         tiling = tiling_for(
             self._inner, x_TH.shape[1], entries, rule.experts, plan.rows, gated=True, blocks=_blocks(weight),
             large=has_large_blocks(x_TH.device, x_TH.dtype),
         )  # fmt: skip
-        if isinstance(weight, Mxfp4Weight) and plan.rows <= _CODED_ROWS_MAX:
-            return grouped_mxfp4.multiply_gated(
-                x_TH, weight, self._gate_up_bias, plan, tiling, self._limit, weigh, out_SI
-            )
         for stack in _stacks(weight, self._gate_up_bias, rule.experts, x_TH.dtype):
             own = _rows_for(x_TH, stack)
             grouped_linear.multiply_gated(own, stack, plan, tiling, self._limit, weigh, out_SI)
@@ -93,16 +101,19 @@ class GpuExperts:
             coded = bf12_tiling_for(hidden, self._inner, entries, rule.experts, gated=False)
             out_PTH = inner_SI.new_empty(choices * coded.parts, rows, hidden, dtype=torch.float32)
             return grouped_bf12.multiply(inner_SI, weight, plan, coded, added_PTH, not rule.scales_inputs, out_PTH)
+        if isinstance(weight, Mxfp4Weight) and plan.rows <= MXFP4_TILE_ROWS_MAX:
+            unpacked = mxfp4_tiling_for(hidden, self._inner, entries, rule.experts, plan.rows, gated=False)
+            dtype = torch.float32 if unpacked.parts > 1 else dtype
+            out_PTH = inner_SI.new_empty(choices * unpacked.parts, rows, hidden, dtype=dtype)
+            return grouped_mxfp4.multiply(
+                inner_SI, weight, self._down_bias, plan, unpacked, added_PTH, not rule.scales_inputs, out_PTH
+            )
         tiling = tiling_for(
             hidden, self._inner, entries, rule.experts, plan.rows, gated=False, blocks=_blocks(weight),
             large=has_large_blocks(inner_SI.device, inner_SI.dtype),
         )  # fmt: skip
         dtype = torch.float32 if tiling.parts > 1 else dtype
         out_PTH = inner_SI.new_empty(choices * tiling.parts, rows, hidden, dtype=dtype)
-        if isinstance(weight, Mxfp4Weight) and plan.rows <= _CODED_ROWS_MAX:
-            return grouped_mxfp4.multiply(
-                inner_SI, weight, self._down_bias, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH
-            )
         for stack in _stacks(weight, self._down_bias, rule.experts, inner_SI.dtype):
             own = _rows_for(inner_SI, stack)
             grouped_linear.multiply(own, stack, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH)

@@ -77,6 +77,9 @@ class PatchLayers:
 
     def norm(self, x_RH: Tensor, norm_2H: Tensor) -> Tensor:
         weight_H, bias_H = norm_2H
+        if x_RH.is_cuda:  # it computes in float32 all the same, and in one pass
+            weight_H, bias_H = norm_2H.to(x_RH.dtype)
+            return functional.layer_norm(x_RH, weight_H.shape, weight_H, bias_H, self._config.norm_epsilon)
         normed_RH = functional.layer_norm(x_RH.float(), weight_H.shape, weight_H, bias_H, self._config.norm_epsilon)
         return normed_RH.to(x_RH.dtype)
 

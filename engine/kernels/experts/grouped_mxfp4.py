@@ -1,11 +1,14 @@
 """Rows times the matrices of their experts in 4 bits a number, as kernels/experts/grouped_linear.py multiplies others:
 for few rows, where reading the weights is what takes the time; and the way back to numbers, for many.
 
-A block of 32 inputs is multiplied as numbers without their power of two, which its sums get.
+A block of 32 inputs has one power of two. For the fewest rows its sums get it, which are fewer than its numbers; else
+the numbers. A GPU unpacks eight numbers in 15 instructions and as many multiplications as there are pairs: an exponent
+and a fraction of 4 bits are those of a bfloat16 when they lie at their end, but for 2¹²⁶.
 
 T rows, K inputs, N outputs of an expert, E experts, S entries, P parts, C choices of a row.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,9 +18,38 @@ from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.kernels.experts.route import ExpertPlan
 from engine.kernels.pdl import release, supports_pdl, wait
 
+MXFP4_TILE_ROWS_MAX = 64  # weights are expanded for larger tiles, which take less time by themselves
 _BLOCK = tl.constexpr(32)  # inputs that share a power of two
 _ROWS_AT_ONCE = 16  # that a program expands
+_SUMS_ROWS_MAX = 16  # of a tile whose sums get the powers of two
 _TOGETHER = tl.constexpr(8)
+_PAIRS = tl.constexpr((tl.bfloat16, tl.bfloat16))
+
+
+def _unpacking(scaled: bool) -> str:
+    """Four bytes, and if `scaled` four factors of each half → four numbers of lower halves and four of upper ones."""
+    shifts = [("shl", 6, "shl", 12), ("shr", 2, "shl", 4), ("shl", 2, "shl", 8), ("shr", 6, "shl", 0)]
+    lines = [
+        ".reg .b32 bytes, size, sign, large, nothing;",
+        "mov.b32 large, 0x7E807E80;",  # 2¹²⁶, twice
+        "mov.b32 nothing, 0x80008000;",  # -0: what is added to a product so that it stays as it is
+        "prmt.b32 bytes, $4, $4, 0x3120;",
+    ]
+    for pair, (turn, by, turn_sign, by_sign) in enumerate(shifts):
+        lines += [
+            f"{turn}.b32 size, bytes, {by};",
+            f"{turn_sign}.b32 sign, bytes, {by_sign};",
+            "and.b32 sign, sign, 0x80008000;",
+            "lop3.b32 size, size, 0x01C001C0, sign, 0xEA;",
+            f"fma.rn.bf16x2 {'size' if scaled else f'${pair}'}, size, large, nothing;",
+        ]
+        if scaled:
+            lines.append(f"fma.rn.bf16x2 ${pair}, size, ${5 + pair}, nothing;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_UNPACK = tl.constexpr(_unpacking(scaled=False))
+_UNPACK_SCALED = tl.constexpr(_unpacking(scaled=True))
 
 
 @triton.jit
@@ -38,29 +70,53 @@ def _power(exponents):
 
 
 @triton.jit
-def _add_product(total, nibbles, exponents, values):
-    product = tl.dot(_numbers(nibbles, values.dtype), values, input_precision="ieee")
-    return total + product * _power(exponents)[:, None]
+def _add_product(total, numbers, power, values, SUMS: tl.constexpr):
+    """`numbers` have their power of two already, unless SUMS."""
+    if SUMS:
+        return total + tl.dot(numbers, values, input_precision="ieee") * power[:, None]
+    return tl.dot(numbers, values, total, input_precision="ieee")
 
 
 @triton.jit
-def _add_blocks(total, pairs, exponents, lines, K, group, low_values, high_values):
-    """Adds 64 inputs' products of these outputs."""
-    at = pairs + lines[:, None] * (K // 2) + group * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    both = tl.load(at, eviction_policy="evict_first").to(tl.int32)
-    at_exponents = exponents + lines * (K // _BLOCK) + 2 * group
-    total = _add_product(total, both & 15, tl.load(at_exponents), low_values)
-    return _add_product(total, both >> 4, tl.load(at_exponents + 1), high_values)
+def _add_blocks(total, both, exponent_low, exponent_high, low, high, SUMS: tl.constexpr, INLINE: tl.constexpr):
+    """Adds 64 inputs' products of these outputs, of which `both` has the bytes."""
+    power_low, power_high = _power(exponent_low), _power(exponent_high)
+    if INLINE and SUMS:
+        numbers_low, numbers_high = tl.inline_asm_elementwise(
+            _UNPACK, "=r,=r,=r,=r,r", [both], dtype=_PAIRS, is_pure=True, pack=4
+        )  # fmt: skip
+    elif INLINE:
+        factors_low = tl.broadcast_to(power_low.to(tl.bfloat16)[:, None], both.shape)
+        factors_high = tl.broadcast_to(power_high.to(tl.bfloat16)[:, None], both.shape)
+        numbers_low, numbers_high = tl.inline_asm_elementwise(
+            _UNPACK_SCALED, "=r,=r,=r,=r,r,r,r,r,r", [both, factors_low, factors_high], dtype=_PAIRS, is_pure=True,
+            pack=4,
+        )  # fmt: skip
+    else:
+        nibbles = both.to(tl.int32)
+        factors_low = 1.0 if SUMS else power_low[:, None]
+        factors_high = 1.0 if SUMS else power_high[:, None]
+        numbers_low = (_numbers(nibbles & 15, tl.float32) * factors_low).to(low.dtype)
+        numbers_high = (_numbers(nibbles >> 4, tl.float32) * factors_high).to(low.dtype)
+    total = _add_product(total, numbers_low, power_low, low, SUMS)
+    return _add_product(total, numbers_high, power_high, high, SUMS)
+
+
+@triton.jit
+def _exponents(at_exponents, group):
+    """Those of the two blocks of a group."""
+    return tl.load(at_exponents + 2 * group), tl.load(at_exponents + 2 * group + 1)
 
 
 @triton.jit(do_not_specialize=["T", "tiles_count", "parts", "added_parts"])
 def _multiply(
     x, pairs, exponents, bias, out, added, order, ends, tiles, weights, T, N, K, tiles_count, parts, added_parts, limit,
     C: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, WEIGH_INPUTS: tl.constexpr,
-    WEIGH_OUTPUTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    WEIGH_OUTPUTS: tl.constexpr, SUMS: tl.constexpr, INLINE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """GATED takes rows by their own number and gives them in the order of entries; else it takes them in that order,
-    and gives each choice's to a part of its own."""
+    and gives each choice's to a part of its own. Exponents are loaded a step before they are needed."""
     release()
     program = tl.program_id(0)
     output_tiles = tl.cdiv(N, BLOCK_N)
@@ -82,12 +138,27 @@ def _multiply(
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         groups = K // (2 * _BLOCK)
-        for group in tl.range(part * groups // parts, (part + 1) * groups // parts, num_stages=STAGES):
+        at_pairs = pairs + lines[:, None] * (K // 2) + tl.arange(0, _BLOCK)[None, :]
+        at_exponents = exponents + lines * (K // _BLOCK)
+        pairs_up, exponents_up = N.to(tl.int64) * (K // 2), N.to(tl.int64) * (K // _BLOCK)
+        first, last = part * groups // parts, (part + 1) * groups // parts
+        low_now, high_now = _exponents(at_exponents, first)
+        low_up, high_up = low_now, high_now
+        if GATED:
+            low_up, high_up = _exponents(at_exponents + exponents_up, first)
+        for group in tl.range(first, last, num_stages=STAGES):
             low = tl.load(at_x + group * (2 * _BLOCK), mask=inside[None, :], other=0.0)
             high = tl.load(at_x + group * (2 * _BLOCK) + _BLOCK, mask=inside[None, :], other=0.0)
-            total = _add_blocks(total, pairs, exponents, lines, K, group, low, high)
+            both = tl.load(at_pairs + group * _BLOCK, eviction_policy="evict_first")
+            later = tl.minimum(group + 1, last - 1)
+            low_later, high_later = _exponents(at_exponents, later)
+            total = _add_blocks(total, both, low_now, high_now, low, high, SUMS, INLINE)
+            low_now, high_now = low_later, high_later
             if GATED:
-                total_up = _add_blocks(total_up, pairs, exponents, lines + N, K, group, low, high)
+                both = tl.load(at_pairs + pairs_up + group * _BLOCK, eviction_policy="evict_first")
+                low_later, high_later = _exponents(at_exponents + exponents_up, later)
+                total_up = _add_blocks(total_up, both, low_up, high_up, low, high, SUMS, INLINE)
+                low_up, high_up = low_later, high_later
         if WEIGH_INPUTS or WEIGH_OUTPUTS:
             factors = tl.load(weights + entry, mask=inside, other=0.0)[None, :]
         if WEIGH_INPUTS:  # here, where it costs nothing: the sums grow as the rows would
@@ -145,6 +216,7 @@ def _launch(
     (lines, inputs), outputs, (rows, choices) = weight.shape, out.shape[-1], plan.weights_TK.shape
     assert x.shape[1] == inputs
     assert inputs % 64 == 0
+    assert plan.rows <= MXFP4_TILE_ROWS_MAX
     assert lines % (2 * outputs if gated else outputs) == 0
     for each in (x, weight.pairs_NH, weight.exponents_NB, out):
         assert each.is_contiguous()
@@ -156,7 +228,8 @@ def _launch(
         x, weight.pairs_NH, weight.exponents_NB, x if bias_S is None else bias_S, out, x if added is None else added,
         plan.order_S, plan.ends_E, plan.tiles_L2, plan.weights_TK, rows, outputs, inputs, tiles, tiling.parts,
         0 if added is None else len(added), limit, C=choices, GATED=gated, LIMITED=limit > 0, BIASED=bias_S is not None,
-        WEIGH_INPUTS=gated and weigh, WEIGH_OUTPUTS=not gated and weigh, BLOCK_T=plan.rows, BLOCK_N=tiling.block_n,
+        WEIGH_INPUTS=gated and weigh, WEIGH_OUTPUTS=not gated and weigh, SUMS=plan.rows <= _SUMS_ROWS_MAX,
+        INLINE=x.is_cuda and x.dtype is torch.bfloat16, BLOCK_T=plan.rows, BLOCK_N=tiling.block_n,
         STAGES=tiling.stages, num_warps=tiling.warps, launch_pdl=supports_pdl(out.device),
     )  # fmt: skip
 

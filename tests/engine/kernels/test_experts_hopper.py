@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 from engine.kernels import linear
 from engine.kernels.experts import grouped_bf12, grouped_linear, grouped_mxfp4, quantize_rows, route, row_experts
-from engine.kernels.experts.grouped_tuning import bf12_tiling_for, tile_rows, tiling_for
+from engine.kernels.experts.grouped_tuning import bf12_tiling_for, mxfp4_tiling_for, tile_rows, tiling_for
 from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
 from engine.kernels.fp8 import tiles
 from engine.kernels.fp8.tiles import Fp8Tiling
@@ -127,10 +127,11 @@ def in_mxfp4(rows: int, gated: bool) -> Any:
     hidden, inner, rule = MODELS["gpt-oss"]
     entries, (outputs, inputs) = rows * rule.chosen, (inner, hidden) if gated else (hidden, inner)
     tile = tile_rows(entries, rule.experts)
-    tiling = tiling_for(outputs, inputs, entries, rule.experts, tile, gated)
+    tiling = mxfp4_tiling_for(outputs, inputs, entries, rule.experts, tile, gated)
     constants = {
         "C": rule.chosen, "GATED": gated, "LIMITED": gated, "BIASED": True, "WEIGH_INPUTS": False,
-        "WEIGH_OUTPUTS": not gated, "BLOCK_T": tile, "BLOCK_N": tiling.block_n, "STAGES": tiling.stages,
+        "WEIGH_OUTPUTS": not gated, "SUMS": tile <= 16, "INLINE": True, "BLOCK_T": tile, "BLOCK_N": tiling.block_n,
+        "STAGES": tiling.stages,
     }  # fmt: skip
     return compiled(grouped_mxfp4._multiply, constants, tiling.warps, pairs="*u8", exponents="*u8")
 
@@ -172,7 +173,7 @@ def variants(model: str) -> dict[str, Any]:
     for rows in ROWS:
         for gated in (True, False):
             made[f"{rows} rows, gated {gated}"] = grouped(model, rows, gated)
-            if rows < 256 and model == "gpt-oss":
+            if rows <= 256 and model == "gpt-oss":
                 made[f"{rows} rows in 4 bits, gated {gated}"] = in_mxfp4(rows, gated)
             if rows <= 256 and model != "gpt-oss":
                 made[f"{rows} rows in 12 bits, gated {gated}"] = coded(model, rows, gated)
