@@ -18,13 +18,12 @@ from tests.support.steps import DEVICE, error, poisoned, random
 
 def made(outputs: int, inputs: int, seed: int) -> tuple[Mxfp4Weight, Tensor]:
     """A weight of random bytes, and its numbers in float32."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     blocks = outputs * inputs // mxfp4.BLOCK
-    bytes_BH = torch.randint(256, (blocks, mxfp4.BLOCK_BYTES), dtype=torch.uint8, generator=generator)
-    exponents_B = torch.randint(118, 124, (blocks,), dtype=torch.uint8, generator=generator)
-    numbers = mxfp4.expand(bytes_BH, exponents_B, torch.float32).view(outputs, inputs)
-    weight = Mxfp4Weight(mxfp4.pair(bytes_BH).view(outputs, -1).to(DEVICE), exponents_B.view(outputs, -1).to(DEVICE))
-    return weight, numbers.to(DEVICE)
+    bytes_BH = torch.randint(256, (blocks, mxfp4.BLOCK_BYTES), dtype=torch.uint8, generator=generator, device=DEVICE)
+    exponents_B = torch.randint(118, 124, (blocks,), dtype=torch.uint8, generator=generator, device=DEVICE)
+    weight = Mxfp4Weight(mxfp4.pair(bytes_BH).view(outputs, -1), exponents_B.view(outputs, -1))
+    return weight, mxfp4.expand(bytes_BH, exponents_B, torch.float32).view(outputs, inputs)
 
 
 def test_every_byte_and_power_becomes_the_numbers_that_it_means() -> None:
@@ -74,10 +73,10 @@ def test_experts_compute_what_they_do_in_float64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 5, 64, 128, 256, 300])
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 64, 300])
 def test_a_gpu_computes_what_it_does_with_the_numbers_at_gpt_oss_s_size(rows: int) -> None:
     """In bfloat16, where it unpacks numbers by instructions of its own, as many rows together as steps have."""
-    rule, size = RoutingRule(32, 4, RouterScores.SOFTMAX_OF_CHOSEN), 2880
+    rule, size = RoutingRule(8, 4, RouterScores.SOFTMAX_OF_CHOSEN), 2880
     gate_up, gate_up_numbers = made(rule.experts * 2 * size, size, seed=2)
     down, down_numbers = made(rule.experts * size, size, seed=3)
     biases = [random(rule.experts * outputs, dtype=torch.bfloat16, seed=7) for outputs in (2 * size, size)]
