@@ -29,7 +29,7 @@ from benchmarks.ember.everyday import (
     stems,
 )  # fmt: skip
 from benchmarks.ember.facts import AND_ON, CLOSES, OPEN_ON, OPENS, Ask, Miss, Section, capital, listed
-from benchmarks.ember.needs import Facts, Listed, Needs, asked_by_name
+from benchmarks.ember.needs import Facts, Listed, Needs, asked_by_name, hides
 from benchmarks.ember.values import Draw
 from benchmarks.ember.written import UNKNOWN
 
@@ -62,6 +62,11 @@ HOURS_ANY: Final = (
     "Which hours do you keep?",
     "Tell me when you are open.",
     "When do you have open?",
+    "opening hours",
+    "hours",
+    "opening times",
+    "open when",
+    "your hours please",
 )
 DAY_CLOSES: Final = (
     *CLOSES,
@@ -110,6 +115,14 @@ DAY_OPEN: Final = (
     "My only free day is {d}. Can I come then?",
     "Are the doors open on {d}?",
     "How about {d}?",
+    "opening hours {d}",
+    "hours {d}",
+    "{d} hours",
+    "open {d}",
+    "{d} open",
+    "{d} opening times",
+    "opening times on {d}",
+    "{d}, what are the hours?",
 )
 SHORT: Final = {day: day[:3] for day in words.WEEKDAYS}
 
@@ -608,10 +621,15 @@ ANYWHERE: Final = frozenset(
 )
 
 
+ALIKE: Final = [hides(rf"\b(?:{words})") for words in UNKNOWN["alike"]]
+
+
 def is_strange(question: str, text: str) -> bool:
-    """Whether the question has words of its own, none of which stands in the text in any form."""
+    """Whether the question has words of its own, none of which stands in the text in any form or as a word like it."""
     stems = {word[:5] for word in re.findall(r"[a-z]{4,}", question.lower()) if word not in ANYWHERE}
-    return bool(stems) and not any(re.search(rf"\b{stem}", text.lower()) for stem in stems)
+    if not stems or any(re.search(rf"\b{stem}", text.lower()) for stem in stems):
+        return False
+    return not any(alike.search(question) and alike.search(text) for alike in ALIKE)
 
 
 THINGS: Final = tuple(
@@ -657,17 +675,17 @@ class Business:
 
     def _section(self, draw: Draw, style: Style, place: str, lines: bool, room: int) -> Section:
         roll = draw.chance()
-        if roll < 0.24:
+        if roll < 0.2:
             return Matters(draw, style, min(draw.number(1, 5), room), lines)
-        if roll < 0.46:
+        if roll < 0.44:
             return Facts(draw, style, min(draw.number(1, 4), room), lines)
-        if roll < 0.73:
+        if roll < 0.78:
             return Listed(draw, style, min(draw.number(1, 4), room), lines)
-        if roll < 0.8:
+        if roll < 0.83:
             return Prices(draw, style, draw.number(2, max(2, min(6, room))))
-        if roll < 0.89:
+        if roll < 0.92:
             return Week(draw, style, place.split()[-1])
-        if roll < 0.94:
+        if roll < 0.95:
             return Clauses(draw, style)
         if roll < 0.97:
             return Payers(draw, style)
@@ -705,16 +723,19 @@ class Business:
     def miss(self, draw: Draw) -> str | None:
         """A question near one of its sections that has no answer, or one that hardly any prompt answers."""
         own, roll = draw.pick(self.sections), draw.chance()
-        if roll < 0.15:
-            return self._near(draw)
-        if roll < 0.4:
+        if roll < 0.35:
+            return self._near(draw, own)
+        if roll < 0.5:
             question = capital(self.style.filled(draw.pick(UNKNOWN["asked"]), {}))
             return question if is_strange(question, self.text) else None
-        if roll < 0.65:
-            question, row = asked_by_name(draw)
-            return (
-                capital(self.style.filled(question, {})) if is_strange(" ".join((question, *row)), self.text) else None
-            )
+        if roll < 0.58:
+            question, _, told = draw.pick(UNKNOWN["guarded"]).partition(" | ")
+            return None if hides(told).search(self.text) else capital(self.style.filled(question, {}))
+        if roll < 0.75:
+            other = own.other(draw, self.text) if isinstance(own, Listed) else None
+            question, row = other or asked_by_name(draw)
+            asked = " ".join(row if other else (question, *row))
+            return capital(self.style.filled(question, {})) if is_strange(asked, self.text) else None
         if isinstance(own, Needs):
             own = Matters(draw, self.style, 1, False)
         missed = own.miss(draw)
@@ -726,13 +747,13 @@ class Business:
             return None  # the prompt may well say it in other words
         return missed.question
 
-    def _near(self, draw: Draw) -> str | None:
-        """What nobody told of a thing that the prompt speaks of."""
-        text = self.text.lower()
+    def _near(self, draw: Draw, own: Section) -> str | None:
+        """What nobody told of a row of this section or of a thing that the prompt speaks of."""
+        if isinstance(own, Listed) and draw.maybe(0.7):
+            return own.near(draw, self.text)
+        text = " ".join(made.text for made in self.sections).lower()
         things = [one for one in THINGS if f" {one}" in text]
         if not things:
             return None
         question, _, told = draw.pick(UNKNOWN["near"]).partition(" | ")
-        if any(word in text for word in told.split(";")):
-            return None
-        return question.format(x=draw.pick(things))
+        return None if hides(told).search(self.text) else question.format(x=draw.pick(things))

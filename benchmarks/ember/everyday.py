@@ -172,6 +172,7 @@ class Style:
                 "{}",
                 "{}",
                 "{} kr",
+                draw.pick(("{} zł", "{} Kč", "{}.-", "Fr. {}", "A${}", "{} SEK", "GBP {}", "₹{}", "EUR {}", "{}€")),
             )
         )
         self.cents = draw.pick((0.15, 0.5, 0.9))
@@ -341,6 +342,8 @@ class Style:
             return self.draw.pick(special[slot])
         if slot == "time2":
             return self.time(12, 23)
+        if slot in ("early", "late"):
+            return self.time(5, 11) if slot == "early" else self.time(14, 23)
         if slot == "time" and self.draw.maybe(0.5):
             return self.time(5, 11)
         if slot == "num3":

@@ -41,7 +41,7 @@ AFTER: Final = (" Thanks!", " That's all.", " I'm waiting.", " Thank you so much
 SAME: Final = tuple(tuple(line.split(";")) for line in """
 Can I;May I;Could I;Am I allowed to;Is it okay if I;Is it all right if I;Is it possible to;Would it be okay to;Are we allowed to;Can we;May we;Am I permitted to;Would I be able to;Is it fine to;Could we;Is one allowed to;Can one;Are people allowed to
 Do I have to;Must I;Do I need to;Am I required to;Should I;Is it necessary to;Do we have to;Am I supposed to;Will I have to;Do I really have to;Must we;Am I obliged to;Is it a must to;Do we need to
-Do you have;Have you got;Do you offer;Would you have;Do you guys have;Do they have;Do you happen to have;Would you by chance have;do you have
+Do you have;Have you got;Do you offer;Would you have;Do you guys have;Do they have;Do you happen to have;Would you by chance have
 Where can I find;Where do I find;Where would I find;How do I find;Where can one find;I'm looking for;Where exactly is;Where will I find
 What time does;When does;At what time does;When exactly does;At what hour does;Around what time does
 Who do I;Whom do I;Who should I;Who can I;Who must I;Which person do I;Whom should I;Whom can I;Who do we
@@ -129,6 +129,24 @@ def indirect(draw: Draw, question: str) -> str:
         return question
     word, verb, subject = match.groups()
     return f"{draw.phrase(LEADS)} {word.lower()} {subject} {verb}{draw.pick(('?', '.'))}"
+
+
+ASKED: Final = re.compile(r"(?:what|which|where|when|who|how|do|does|is|are|can|may|at|until|from)\b[^.?!]*\?", re.I)
+SPENT: Final = frozenset(
+    "what what's which is are was do does did can may could the a an of to for in on at with your you i we my our me it that there any some have has get be much will would must should need and know tell one".split()
+)
+
+
+def keyword(question: str) -> str:
+    """'What is the code of the gate?' as 'code gate', as people type in haste; other questions as they are."""
+    if ASKED.fullmatch(question) is None:
+        return question
+    asked = re.sub(r"^how much (?:is|are|does|do) (.+?)(?: cost)?\?$", r"price \1?", question, flags=re.I)
+    left = [word for word in asked.rstrip("?").lower().replace(",", "").split() if word not in SPENT]
+    if not re.search(r"how (?:long|old|big|late|early|often|many)", asked, re.I):
+        left = [word for word in left if word != "how"]
+    told = [word for word in left if word not in ("when", "where", "who", "how", "long", "price", "cost")]
+    return " ".join(left) if told and len(left) < 5 else question
 
 
 def ordered(draw: Draw, form: str, never: frozenset[str]) -> str:
