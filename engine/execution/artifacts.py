@@ -42,7 +42,7 @@ _GPU_SOURCES: Final = (
     *("execution/gpu_runner.py", "execution/gpu_sampler.py", "execution/cuda_graphs.py"),
     *("execution/gpu_trial.py", "execution/open_gpu.py", "pipeline/*.py"),
 )
-_CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py", "layers/cpu_row.*")
+_CPU_SOURCES: Final = ("execution/dtype_select.py", "layers/linear_cpu.py", "layers/cpu_*.*")
 _DRIVER: Final = Path("/sys/module/nvidia/version")
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _PROCESSOR: Final = ("model name", "flags", "Features", "CPU part")  # of its lines, on x86 and on ARM

@@ -6,13 +6,12 @@
 // inputs at a time. A result is summed up in oneDNN's order too, one pair of inputs after the other, by the same
 // instruction, so that a row alone has the bits that it has among others.
 
-#include <immintrin.h>
+#include "cpu_tiles.h"
+#include "cpu_vectors.h"
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
 #define OUTPUTS 64
-#define LANES 16
 #define AHEAD 4096         // bytes; processors fetch ahead by themselves, but no further than a page of memory
 #define UNDIVIDED 32768    // numbers up to which one thread is faster than several
 
@@ -42,16 +41,6 @@ void hearth_multiply_row(
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (long first = 0; first < outputs; first += OUTPUTS)
         multiply_block(packed + first * inputs, (const uint32_t *)x, y + first, inputs / 2, chunk / 2);
-}
-
-static __mmask16 lanes(long left) { return left >= LANES ? 0xffff : (__mmask16)((1u << left) - 1); }
-
-static __m512 load_bf16(const uint16_t *x, __mmask16 mask) {
-    return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x)), 16);
-}
-
-static void store_bf16(uint16_t *y, __mmask16 mask, __m512 values) {
-    _mm256_mask_storeu_epi16(y, mask, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
 static float inverse_rms(__m512 squares, long width, float epsilon) {
@@ -176,7 +165,7 @@ void hearth_read_blocks(
 // `row_step` has is the row's: its sum, what the layer before gave, and memory that each layer uses anew.
 typedef struct {
     const uint16_t *packed;
-    long inputs, outputs, chunk;
+    long inputs, outputs, chunk; // 0: it is packed in tiles
 } matrix;
 
 typedef struct {
@@ -194,6 +183,12 @@ typedef struct {
 } row_step;
 
 static void multiply(const matrix *m, const uint16_t *x, uint16_t *y, int threads) {
+#if HAS_TILES
+    if (!m->chunk) {
+        hearth_multiply_tiles(m->packed, 0, x, y, 1, m->inputs, m->outputs, threads);
+        return;
+    }
+#endif
     hearth_multiply_row(m->packed, x, y, m->inputs, m->outputs, m->chunk, threads);
 }
 

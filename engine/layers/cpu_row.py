@@ -1,4 +1,5 @@
-"""What a decoder does to few bfloat16 rows on a CPU: cpu_row.c, compiled by the host's C compiler where there is one.
+"""What a decoder does to few bfloat16 rows on a CPU: cpu_row.c, compiled by the host's C compiler where there is one,
+together with cpu_tiles.c, which multiplies any number of rows where the processor has AMX.
 
 oneDNN multiplies one row at half the speed of memory, since it is made for many. `multiply` reads the weight as oneDNN
 packed it and adds up in the same order; whoever uses it proves that first (layers/linear_cpu.py). The others take the
@@ -24,14 +25,23 @@ log = logging.getLogger(__name__)
 INPUTS_MULTIPLE: Final = 32
 OUTPUTS_MULTIPLE: Final = 64
 CHUNKS: Final = (512, 1024, 2048, 4096)  # inputs that oneDNN sums up apart, by the size of its matmul
+IN_TILES: Final = 0  # instead of such a number in a Matrix: it is packed for cpu_tiles.c
 
 HEAD_MULTIPLE: Final = 32
 _POINTER: Final = ctypes.c_void_p
 _SIZE: Final = ctypes.c_long
 
 
+class TileFunctions(NamedTuple):
+    """The functions of cpu_tiles.c, which says what they take."""
+
+    pack: Callable[..., None]
+    multiply: Callable[..., None]
+
+
 class RowFunctions(NamedTuple):
-    """The functions of cpu_row.c, which says what they take: addresses, sizes, and threads at last."""
+    """The functions of cpu_row.c, which says what they take: addresses, sizes, and threads at last. `tiles` are there
+    where the processor has AMX."""
 
     multiply_row: Callable[..., None]
     add_norm: Callable[..., None]
@@ -40,6 +50,7 @@ class RowFunctions(NamedTuple):
     read_blocks: Callable[..., None]
     before_attention: Callable[..., None]
     behind_attention: Callable[..., None]
+    tiles: TileFunctions | None = None
 
 
 class Matrix(ctypes.Structure):
@@ -68,12 +79,12 @@ class RowStep(ctypes.Structure):
     ]
 
 
-_SOURCE: Final = Path(__file__).with_suffix(".c")
+_SOURCES: Final = [str(Path(__file__).with_name(name)) for name in ("cpu_row.c", "cpu_tiles.c")]
 _LIBRARY: Final = "cpu_row.so"
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _FEATURE: Final = "avx512_bf16"
 _FLAGS: Final = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-_COMPILING_S: Final = 30.0  # it takes a quarter of a second of a free core
+_COMPILING_S: Final = 30.0  # it takes a second of a free core
 
 
 class _Compilation(NamedTuple):
@@ -91,7 +102,7 @@ def start_compiling() -> _Compilation | None:
         log.info("no C compiler: one row at a time is multiplied by oneDNN, which takes up to twice as long")
         return None
     folder = Path(tempfile.mkdtemp(prefix="hearth-"))
-    command = [*compiler, *_FLAGS, str(_SOURCE), "-o", str(folder / _LIBRARY)]
+    command = [*compiler, *_FLAGS, *_SOURCES, "-o", str(folder / _LIBRARY)]
     quiet = subprocess.DEVNULL
     try:
         return _Compilation(subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet), folder)
@@ -113,7 +124,7 @@ def row_functions() -> RowFunctions | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         compilation.process.kill()
         compilation.process.wait()
-        log.info("the C compiler made nothing of %s, and oneDNN multiplies single rows: %s", _SOURCE.name, error)
+        log.info("the C compiler made nothing of %s, and oneDNN multiplies single rows: %s", _SOURCES, error)
         return None
     finally:
         shutil.rmtree(compilation.folder, ignore_errors=True)
@@ -133,7 +144,20 @@ def row_functions() -> RowFunctions | None:
     functions = {name: library[f"hearth_{name}"] for name in arguments}
     for name, function in functions.items():
         function.argtypes, function.restype = arguments[name], None
-    return RowFunctions(**functions)
+    return RowFunctions(**functions, tiles=_tile_functions(library))
+
+
+def _tile_functions(library: ctypes.CDLL) -> TileFunctions | None:
+    """None where the processor has no tiles, or the system does not give them."""
+    if not hasattr(library, "hearth_allow_tiles"):
+        return None
+    if library.hearth_allow_tiles() != 0:
+        log.info("the system does not let this process use AMX: oneDNN multiplies bfloat16")
+        return None
+    pack, multiply = library.hearth_pack_tiles, library.hearth_multiply_tiles
+    pack.argtypes, pack.restype = [*[_POINTER] * 2, *[_SIZE] * 2, ctypes.c_int], None
+    multiply.argtypes, multiply.restype = [*[_POINTER] * 4, *[_SIZE] * 3, ctypes.c_int], None
+    return TileFunctions(pack, multiply)
 
 
 def _processor_features() -> list[str]:

@@ -4,10 +4,12 @@ On a CPU the weight lies in the blocked order of oneDNN, packed once: the same m
 about twice as long for one row. A row's result must not depend on how many rows come with it. oneDNN keeps that
 for most shapes and row counts, but not for all: with one row and many inputs it adds up in another order. So the
 first weight of each shape is probed: `min_invariant_rows` finds the number of rows from which on each row comes out
-bit for bit the same, and `CpuLinear` pads up to that. With AMX there often is none, for inputs are divided by the
-number of rows: then all rows are multiplied in pieces of one number of them. One row alone, which is what decoding
-for one caller is, goes through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row
-has among others.
+bit for bit the same, and `CpuLinear` pads up to that. One row alone, which is what decoding for one caller is, goes
+through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row has among others.
+
+With AMX there often is no such number, for inputs are divided by the number of rows: there bfloat16 has a matmul of our
+own for any number of rows (layers/cpu_tiles.py), and a packed weight of its order. Where that is not compiled, and for
+activations, rows are multiplied in pieces of one number of them.
 
 T rows, K inputs, N outputs.
 """
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from engine.kernels.reference import gelu_and_multiply
 from engine.layers import cpu_row
+from engine.layers.cpu_tiles import TileMatmul, has_tiles
 from engine.layers.row_ops import silu_and_multiply
 
 _ROWS_HINT = 64  # the row count for which oneDNN chooses the order of a packed weight
@@ -65,12 +68,17 @@ class CpuLinear:
         assert weight_NK.ndim == 2
         self.outputs, self.inputs = weight_NK.shape
         self.bytes = weight_NK.nbytes + (0 if bias_N is None else bias_N.nbytes)
+        self.row_alone: TileMatmul | _RowMatmul | None = None
+        self._tiles: TileMatmul | None = None
+        if weight_NK.dtype is torch.bfloat16 and activation is Activation.NONE and has_tiles():
+            self._tiles = TileMatmul(weight_NK, bias_N)
+            self.row_alone = self._tiles if bias_N is None else None
+            return
         self._bias = bias_N
         self._activation = activation
         self._packed = _pack(weight_NK)
         probed = min(self.outputs, _PROBE_OUTPUTS_MAX)
         self._piece = piece_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
-        self.row_alone: _RowMatmul | None = None
         if self._piece is not None:
             return
         invariant = min_invariant_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
@@ -79,6 +87,8 @@ class CpuLinear:
             self.row_alone = _row_matmul(self._packed, self.inputs, self.outputs, self._min_rows)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
+        if self._tiles is not None:
+            return self._tiles(x_TK)
         rows = x_TK.shape[0]
         if rows == 1 and self.row_alone is not None:
             return self.row_alone(x_TK)
@@ -159,6 +169,8 @@ def _row_matmul(packed: Tensor, inputs: int, outputs: int, rows: int) -> _RowMat
 
 def is_batch_invariant(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Whether matmuls of these (inputs, outputs) can give a row the same bits whatever rows come with it."""
+    if dtype is torch.bfloat16 and has_tiles():
+        return True
     try:
         for inputs, outputs in shapes:
             piece_rows(inputs, min(outputs, _PROBE_OUTPUTS_MAX), dtype, torch.get_num_threads())

@@ -10,7 +10,8 @@ from tests.support.batch_invariance import skip_if_bfloat16_varies
 
 @pytest.fixture(autouse=True)
 def varying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix library whose results depend on where a row lies."""
+    """A matrix library whose results depend on where a row lies, and nothing of ours in its place."""
+    monkeypatch.setattr(linear_cpu, "has_tiles", lambda: False)
     monkeypatch.setattr(linear_cpu, "_pack", lambda weight_NK: weight_NK)  # some processors pack float32 alone
     monkeypatch.setattr(linear_cpu, "_multiply", lambda x_TK, *_: x_TK * torch.arange(1, len(x_TK) + 1)[:, None])
     for name in ("min_invariant_rows", "piece_rows"):

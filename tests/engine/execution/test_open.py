@@ -268,6 +268,7 @@ def without_invariant_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return pieces(inputs, outputs, dtype, threads)
 
     monkeypatch.setattr(linear_cpu, "piece_rows", of_such_a_processor)
+    monkeypatch.setattr(linear_cpu, "has_tiles", lambda: False)
 
 
 @pytest.mark.usefixtures("without_invariant_bfloat16")
@@ -302,6 +303,7 @@ def test_on_a_processor_that_has_float32_alone_a_model_computes_in_that(
     """With AVX2 and no AVX-512, oneDNN refuses a bfloat16 weight: no model could be opened there."""
     for dtype in (torch.bfloat16, torch.float16):
         monkeypatch.setitem(linear_cpu._LIBRARY_HAS, dtype, lambda: False)
+    monkeypatch.setattr(linear_cpu, "has_tiles", lambda: False)
     for probe in (linear_cpu.min_invariant_rows, linear_cpu.piece_rows):
         probe.cache_clear()
     for file in EMBER.iterdir():

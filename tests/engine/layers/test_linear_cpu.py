@@ -7,6 +7,7 @@ import torch
 
 from engine.layers import cpu_row, linear_cpu
 from engine.layers.cpu_row import RowFunctions
+from engine.layers.cpu_tiles import has_tiles
 from engine.layers.linear_cpu import CpuLinear, NotBatchInvariant, _min_rows, min_invariant_rows, row_chunk
 from tests.support.batch_invariance import skip_if_bfloat16_varies
 
@@ -79,12 +80,12 @@ def test_probing_a_shape_is_done_once() -> None:
     assert min_invariant_rows.cache_info().hits > before
 
 
-in_tiles = "amx_bf16" in cpu_row._processor_features()
 needs_compiled_rows = pytest.mark.skipif(cpu_row.row_functions() is None, reason="no compiler, or no such processor")
+not_in_tiles = pytest.mark.skipif(has_tiles(), reason="with AMX any number of rows of any size is multiplied in tiles")
 
 
 @needs_compiled_rows
-@pytest.mark.skipif(in_tiles, reason="AMX adds up in another order than our function, which then is not used")
+@not_in_tiles
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (576, 960), (1536, 576), (2048, 4096), (4096, 64)])
 def test_one_row_alone_is_multiplied_by_our_own_function_with_the_bits_of_many(inputs: int, outputs: int) -> None:
     torch.manual_seed(2)
@@ -101,6 +102,7 @@ def test_one_row_alone_is_multiplied_by_our_own_function_with_the_bits_of_many(i
 
 
 @needs_compiled_rows
+@not_in_tiles
 @pytest.mark.parametrize(("inputs", "outputs"), [(33, 64), (48, 64), (64, 47), (64, 96)])
 def test_shapes_that_our_own_function_does_not_take_are_left_to_the_library(inputs: int, outputs: int) -> None:
     with torch.inference_mode():
@@ -114,7 +116,8 @@ def test_a_function_that_adds_up_in_another_order_is_not_used(monkeypatch: pytes
     def multiply(weight: int, x: int, y: int, *_: int) -> None:
         ctypes.memset(y, 0x3C, 2)  # one result that rounding alone does not give
 
-    monkeypatch.setattr(cpu_row, "row_functions", lambda: RowFunctions(*[multiply] * len(RowFunctions._fields)))
+    functions = RowFunctions(*[multiply] * (len(RowFunctions._fields) - 1), tiles=None)
+    monkeypatch.setattr(cpu_row, "row_functions", lambda: functions)
     row_chunk.cache_clear()
     try:
         with torch.inference_mode():

@@ -1,0 +1,194 @@
+// y = W x for any number of bfloat16 rows by AMX, whose instructions multiply tiles: 16 rows by 16 outputs, over 32
+// inputs. Each result is one float32 sum over the inputs from the first to the last, however the work is divided, so that a
+// row has the same bits in any company. It knows no torch and no Python.
+//
+// The weight lies as it is read: 32 outputs after the other, of these 32 inputs after the other, and of these two tiles of
+// 16 outputs, in each of which a line has two inputs of every output. What is missing to whole tiles is 0.
+
+#include "cpu_tiles.h"
+
+#if HAS_TILES
+
+#include "cpu_vectors.h"
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define TILE_ROWS 16
+#define ROWS 32          // two tiles of them are multiplied at once
+#define INPUTS 32        // of a tile
+#define OUTPUTS 32       // of a block, which has two tiles for the same inputs
+#define LINE 64          // bytes of each of a tile's lines
+#define TILE_BYTES 1024
+#define STEP_BYTES 2048  // of a block for INPUTS inputs
+#define AHEAD 8192       // bytes; so far before it is multiplied the weight is fetched from memory
+#define ROWS_BYTES 65536 // of rows that a group of blocks is multiplied by before the next rows
+#define GROUP 8          // blocks whose weights for as many inputs a core's cache keeps
+#define PANEL 16         // times ROWS that are multiplied by a group before the next inputs
+
+typedef struct {
+    const uint16_t *packed, *bias, *x; // no bias: 0
+    uint16_t *y;
+    long rows, inputs, outputs, steps;
+} product;
+
+typedef struct {
+    char rows[ROWS_BYTES];
+    char sums[PANEL][GROUP][4 * TILE_BYTES];
+} workspace;
+
+// Asks the system for tiles, for the whole process and its forks. 0: they may be used.
+int hearth_allow_tiles(void) {
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+    return (int)syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+}
+
+// What the compiler is not told of tiles: that they read memory, of which nothing may be left in registers.
+static void settle_memory(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
+
+static long smaller(long a, long b) { return a < b ? a : b; }
+
+// Tiles 0 to 3 are sums, of the first and of the second 16 rows by both tiles of outputs; 4 and 5 rows; 6 and 7 weights.
+static void configure(long rows) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t line_bytes[16];
+        uint8_t lines[16];
+    } config = {.palette = 1};
+    long first = smaller(rows, TILE_ROWS), second = rows > TILE_ROWS ? rows - TILE_ROWS : TILE_ROWS;
+    long lines[8] = {first, first, second, second, first, second, TILE_ROWS, TILE_ROWS};
+    for (int tile = 0; tile < 8; tile++) {
+        config.line_bytes[tile] = LINE;
+        config.lines[tile] = (uint8_t)lines[tile];
+    }
+    settle_memory(&config);
+    _tile_loadconfig(&config);
+}
+
+// Some rows' inputs of some steps, step by step and in these row by row. What is missing to the last step is 0.
+static void copy_rows(const uint16_t *x, long inputs, long rows, long step, long steps, void *into) {
+    for (long i = 0; i < rows; i++)
+        for (long j = 0; j < steps; j++) {
+            long first = (step + j) * INPUTS, left = smaller(inputs - first, INPUTS);
+            __m512i some = _mm512_maskz_loadu_epi16((__mmask32)((1ull << left) - 1), x + i * inputs + first);
+            _mm512_storeu_si512((char *)into + (j * rows + i) * LINE, some);
+        }
+    settle_memory(into);
+}
+
+static inline __attribute__((always_inline)) void add_steps(
+    const char *packed, const char *x, long rows, long steps, int both) {
+    for (long step = 0; step < steps; step++, packed += STEP_BYTES, x += rows * LINE) {
+        for (int line = 0; line < STEP_BYTES; line += LINE) _mm_prefetch(packed + AHEAD + line, _MM_HINT_T0);
+        _tile_loadd(4, x, LINE);
+        _tile_loadd(6, packed, LINE);
+        _tile_loadd(7, packed + TILE_BYTES, LINE);
+        if (both) _tile_loadd(5, x + TILE_ROWS * LINE, LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+static void begin_sums(const char *sums, long rows, int anew) {
+    if (anew) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        return;
+    }
+    _tile_loadd(0, sums, LINE);
+    _tile_loadd(1, sums + TILE_BYTES, LINE);
+    if (rows <= TILE_ROWS) return;
+    _tile_loadd(2, sums + 2 * TILE_BYTES, LINE);
+    _tile_loadd(3, sums + 3 * TILE_BYTES, LINE);
+}
+
+static void keep_sums(char *sums, long rows) {
+    _tile_stored(0, sums, LINE);
+    _tile_stored(1, sums + TILE_BYTES, LINE);
+    if (rows > TILE_ROWS) {
+        _tile_stored(2, sums + 2 * TILE_BYTES, LINE);
+        _tile_stored(3, sums + 3 * TILE_BYTES, LINE);
+    }
+    settle_memory(sums);
+}
+
+// What is summed up, with the bias, into y.
+static void round_sums(const product *p, const char *sums, long row, long rows, long output) {
+    for (long part = 0; part < 2 && output < p->outputs; part++, output += LANES, sums += TILE_BYTES) {
+        __mmask16 mask = lanes(p->outputs - output);
+        __m512 bias = p->bias ? load_bf16(p->bias + output, mask) : _mm512_setzero_ps();
+        for (long i = 0; i < rows; i++) {
+            __m512 sum = _mm512_load_ps(sums + i / TILE_ROWS * 2 * TILE_BYTES + i % TILE_ROWS * LINE);
+            store_bf16(p->y + (row + i) * p->outputs + output, mask, p->bias ? _mm512_add_ps(sum, bias) : sum);
+        }
+    }
+}
+
+// A panel of rows by a group of blocks.
+static void multiply_panel(const product *p, workspace *space, long row, long end, long first, long last) {
+    long height = smaller(end - row, ROWS), chunk = ROWS_BYTES / (height * LINE), configured = 0;
+    for (long step = 0; step < p->steps; step += chunk) {
+        long steps = smaller(p->steps - step, chunk);
+        for (long i = 0; row + i * ROWS < end; i++) {
+            long top = row + i * ROWS, rows = smaller(end - top, ROWS);
+            if (rows != configured) configure(configured = rows);
+            copy_rows(p->x + top * p->inputs, p->inputs, rows, step, steps, space->rows);
+            for (long block = first; block < last; block++) {
+                char *sums = space->sums[i][block - first];
+                begin_sums(sums, rows, step == 0);
+                const char *packed = (const char *)p->packed + (block * p->steps + step) * STEP_BYTES;
+                if (rows > TILE_ROWS) add_steps(packed, space->rows, rows, steps, 1);
+                else add_steps(packed, space->rows, rows, steps, 0);
+                keep_sums(sums, rows);
+                if (step + steps == p->steps) round_sums(p, sums, top, rows, block * OUTPUTS);
+            }
+        }
+    }
+}
+
+static void multiply_blocks(const product *p, long first, long last) {
+    workspace space __attribute__((aligned(LINE)));
+    for (; first < last; first += GROUP)
+        for (long row = 0; row < p->rows; row += PANEL * ROWS)
+            multiply_panel(p, &space, row, smaller(row + PANEL * ROWS, p->rows), first, smaller(first + GROUP, last));
+    _tile_release();
+}
+
+static long parts(long count, long size) { return (count + size - 1) / size; }
+
+static void pack_tile(const uint16_t *weight, long inputs, long outputs, long step, uint32_t *packed) {
+    uint32_t pairs[OUTPUTS / 2][INPUTS / 2] = {0};
+    copy_rows(weight, inputs, outputs, step, 1, pairs);
+    for (long pair = 0; pair < INPUTS / 2; pair++)
+        for (long output = 0; output < OUTPUTS / 2; output++) *packed++ = pairs[output][pair];
+}
+
+// Packs a weight, of each output all inputs beside each other. The packed one is as large with both rounded up to 32.
+void hearth_pack_tiles(const uint16_t *weight, uint32_t *packed, long inputs, long outputs, int threads) {
+    long steps = parts(inputs, INPUTS);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (long block = 0; block < parts(outputs, OUTPUTS); block++)
+        for (long tile = 0; tile < 2 * steps; tile++) {
+            long output = smaller(block * OUTPUTS + tile % 2 * OUTPUTS / 2, outputs);
+            uint32_t *into = packed + (block * 2 * steps + tile) * TILE_BYTES / 4;
+            pack_tile(weight + output * inputs, inputs, smaller(outputs - output, OUTPUTS / 2), tile / 2, into);
+        }
+}
+
+// x has `rows` rows of `inputs` numbers, y as many of `outputs`. A bias, which may be missing, is added before rounding.
+void hearth_multiply_tiles(
+    const uint16_t *packed, const uint16_t *bias, const uint16_t *x, uint16_t *y, long rows, long inputs, long outputs,
+    int threads) {
+    product p = {packed, bias, x, y, rows, inputs, outputs, parts(inputs, INPUTS)};
+    long blocks = parts(outputs, OUTPUTS);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int part = 0; part < threads; part++)
+        multiply_blocks(&p, blocks * part / threads, blocks * (part + 1) / threads);
+}
+
+#endif
