@@ -1,9 +1,9 @@
 // y = W x for any number of bfloat16 rows by AMX, whose instructions multiply tiles: 16 rows by 16 outputs, over 32
-// inputs. Each result is one float32 sum over the inputs from the first to the last, however the work is divided, so that a
-// row has the same bits in any company. It knows no torch and no Python.
+// inputs. Each result is one float32 sum over the inputs from the first to the last, however the work is divided, so
+// that a row has the same bits in any company. It knows no torch and no Python.
 //
-// The weight lies as it is read: 32 outputs after the other, of these 32 inputs after the other, and of these two tiles of
-// 16 outputs, in each of which a line has two inputs of every output. What is missing to whole tiles is 0.
+// The weight lies as it is read: 32 outputs after the other, of these 32 inputs after the other, and of these two tiles
+// of 16 outputs, in each of which a line has two inputs of every output. What is missing to whole tiles is 0.
 
 #include "cpu_tiles.h"
 
@@ -14,22 +14,27 @@
 #include <unistd.h>
 
 #define TILE_ROWS 16
-#define ROWS 32          // two tiles of them are multiplied at once
-#define INPUTS 32        // of a tile
-#define OUTPUTS 32       // of a block, which has two tiles for the same inputs
-#define LINE 64          // bytes of each of a tile's lines
+#define ROWS 32         // two tiles of them are multiplied at once
+#define INPUTS 32       // of a tile
+#define OUTPUTS 32      // of a block, which has two tiles for the same inputs
+#define LINE 64         // bytes of each of a tile's lines
 #define TILE_BYTES 1024
-#define STEP_BYTES 2048  // of a block for INPUTS inputs
-#define AHEAD 8192       // bytes; so far before it is multiplied the weight is fetched from memory
-#define ROWS_BYTES 65536 // of rows that a group of blocks is multiplied by before the next rows
-#define GROUP 8          // blocks whose weights for as many inputs a core's cache keeps
-#define PANEL 16         // times ROWS that are multiplied by a group before the next inputs
+#define STEP_BYTES 2048 // of a block for INPUTS inputs
+#define AHEAD 8192      // bytes; so far before it is multiplied a weight that is read once is fetched from memory
+#define CHUNK 16        // steps whose weights a core's first cache keeps while more than ROWS rows are multiplied by them
+#define PANEL 8         // times ROWS; so many rows are multiplied by the weights of a chunk
+#define GROUP 16        // blocks by which the same steps of a panel's rows are multiplied
+#define ROWS_BYTES (PANEL * ROWS * CHUNK * LINE)
 
 typedef struct {
     const uint16_t *packed, *bias, *x; // no bias: 0
     uint16_t *y;
     long rows, inputs, outputs, steps;
 } product;
+
+typedef struct {
+    long row, rows, first, last; // some rows, and the blocks from `first` to `last`
+} piece;
 
 typedef struct {
     char rows[ROWS_BYTES];
@@ -45,6 +50,7 @@ int hearth_allow_tiles(void) {
 // What the compiler is not told of tiles: that they read memory, of which nothing may be left in registers.
 static void settle_memory(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
 
+static long ceiling(long count, long size) { return (count + size - 1) / size; }
 static long smaller(long a, long b) { return a < b ? a : b; }
 
 // Tiles 0 to 3 are sums, of the first and of the second 16 rows by both tiles of outputs; 4 and 5 rows; 6 and 7 weights.
@@ -64,21 +70,25 @@ static void configure(long rows) {
     _tile_loadconfig(&config);
 }
 
-// Some rows' inputs of some steps, step by step and in these row by row. What is missing to the last step is 0.
-static void copy_rows(const uint16_t *x, long inputs, long rows, long step, long steps, void *into) {
-    for (long i = 0; i < rows; i++)
-        for (long j = 0; j < steps; j++) {
-            long first = (step + j) * INPUTS, left = smaller(inputs - first, INPUTS);
-            __m512i some = _mm512_maskz_loadu_epi16((__mmask32)((1ull << left) - 1), x + i * inputs + first);
-            _mm512_storeu_si512((char *)into + (j * rows + i) * LINE, some);
+// Some rows' inputs of some steps, step by step and in these row by row, for ROWS rows after the other. What is missing
+// to the last step is 0.
+static void copy_rows(const uint16_t *x, long inputs, long rows, long step, long steps, char *into) {
+    for (long row = 0; row < rows; row++) {
+        long above = row / ROWS * ROWS, height = smaller(rows - above, ROWS);
+        char *line = into + (above * steps + row - above) * LINE;
+        for (long first = step * INPUTS; first < (step + steps) * INPUTS; first += INPUTS, line += height * LINE) {
+            __mmask32 mask = (__mmask32)((1ull << smaller(inputs - first, INPUTS)) - 1);
+            _mm512_storeu_si512(line, _mm512_maskz_loadu_epi16(mask, x + row * inputs + first));
         }
+    }
     settle_memory(into);
 }
 
+// Some steps of at most ROWS rows by a block. Of what `next` points to, so many bytes are fetched at each step.
 static inline __attribute__((always_inline)) void add_steps(
-    const char *packed, const char *x, long rows, long steps, int both) {
-    for (long step = 0; step < steps; step++, packed += STEP_BYTES, x += rows * LINE) {
-        for (int line = 0; line < STEP_BYTES; line += LINE) _mm_prefetch(packed + AHEAD + line, _MM_HINT_T0);
+    const char *packed, const char *x, long rows, long steps, int both, const char *next, long fetched) {
+    for (long step = 0; step < steps; step++, packed += STEP_BYTES, x += rows * LINE, next += fetched) {
+        for (long byte = 0; byte < fetched; byte += LINE) _mm_prefetch(next + byte, _MM_HINT_T0);
         _tile_loadd(4, x, LINE);
         _tile_loadd(6, packed, LINE);
         _tile_loadd(7, packed + TILE_BYTES, LINE);
@@ -129,24 +139,34 @@ static void round_sums(const product *p, const char *sums, long row, long rows, 
     }
 }
 
-// A panel of rows by a group of blocks.
-static void multiply_panel(const product *p, workspace *space, long row, long end, long first, long last) {
-    long height = smaller(end - row, ROWS), chunk = ROWS_BYTES / (height * LINE), configured = 0;
-    for (long step = 0; step < p->steps; step += chunk) {
-        long steps = smaller(p->steps - step, chunk);
-        for (long i = 0; row + i * ROWS < end; i++) {
-            long top = row + i * ROWS, rows = smaller(end - top, ROWS);
+static const char *weights(const product *p, long block, long step) {
+    return (const char *)p->packed + (block * p->steps + step) * STEP_BYTES;
+}
+
+// What is multiplied after some steps of a block.
+static const char *next_weights(const product *p, const piece *q, long block, long step, long steps) {
+    if (block + 1 < q->last) return weights(p, block + 1, step);
+    return step + steps < p->steps ? weights(p, q->first, step + steps) : weights(p, q->last, 0);
+}
+
+// A piece's rows by some steps of its blocks, one after the other. While many rows are multiplied by a block, the next
+// one is fetched.
+static void multiply_steps(const product *p, const piece *q, workspace *space, long step, long steps) {
+    long count = ceiling(q->rows, ROWS), fetched = ceiling(STEP_BYTES / LINE, count) * LINE, configured = 0;
+    copy_rows(p->x + q->row * p->inputs, p->inputs, q->rows, step, steps, space->rows);
+    for (long block = q->first; block < q->last; block++) {
+        const char *packed = weights(p, block, step);
+        const char *next = count == 1 ? packed + AHEAD : next_weights(p, q, block, step, steps);
+        for (long i = 0; i < count; i++, next += steps * fetched) {
+            long rows = smaller(q->rows - i * ROWS, ROWS);
+            const char *x = space->rows + i * ROWS * steps * LINE;
+            char *sums = space->sums[i][block - q->first];
             if (rows != configured) configure(configured = rows);
-            copy_rows(p->x + top * p->inputs, p->inputs, rows, step, steps, space->rows);
-            for (long block = first; block < last; block++) {
-                char *sums = space->sums[i][block - first];
-                begin_sums(sums, rows, step == 0);
-                const char *packed = (const char *)p->packed + (block * p->steps + step) * STEP_BYTES;
-                if (rows > TILE_ROWS) add_steps(packed, space->rows, rows, steps, 1);
-                else add_steps(packed, space->rows, rows, steps, 0);
-                keep_sums(sums, rows);
-                if (step + steps == p->steps) round_sums(p, sums, top, rows, block * OUTPUTS);
-            }
+            begin_sums(sums, rows, step == 0);
+            if (rows > TILE_ROWS) add_steps(packed, x, rows, steps, 1, next, fetched);
+            else add_steps(packed, x, rows, steps, 0, next, fetched);
+            keep_sums(sums, rows);
+            if (step + steps == p->steps) round_sums(p, sums, q->row + i * ROWS, rows, block * OUTPUTS);
         }
     }
 }
@@ -154,25 +174,27 @@ static void multiply_panel(const product *p, workspace *space, long row, long en
 static void multiply_blocks(const product *p, long first, long last) {
     workspace space __attribute__((aligned(LINE)));
     for (; first < last; first += GROUP)
-        for (long row = 0; row < p->rows; row += PANEL * ROWS)
-            multiply_panel(p, &space, row, smaller(row + PANEL * ROWS, p->rows), first, smaller(first + GROUP, last));
+        for (long row = 0; row < p->rows; row += PANEL * ROWS) {
+            piece q = {row, smaller(p->rows - row, PANEL * ROWS), first, smaller(first + GROUP, last)};
+            long chunk = q.rows > ROWS ? CHUNK : PANEL * CHUNK;
+            for (long step = 0; step < p->steps; step += chunk)
+                multiply_steps(p, &q, &space, step, smaller(p->steps - step, chunk));
+        }
     _tile_release();
 }
 
-static long parts(long count, long size) { return (count + size - 1) / size; }
-
 static void pack_tile(const uint16_t *weight, long inputs, long outputs, long step, uint32_t *packed) {
     uint32_t pairs[OUTPUTS / 2][INPUTS / 2] = {0};
-    copy_rows(weight, inputs, outputs, step, 1, pairs);
+    copy_rows(weight, inputs, outputs, step, 1, (char *)pairs);
     for (long pair = 0; pair < INPUTS / 2; pair++)
         for (long output = 0; output < OUTPUTS / 2; output++) *packed++ = pairs[output][pair];
 }
 
 // Packs a weight, of each output all inputs beside each other. The packed one is as large with both rounded up to 32.
 void hearth_pack_tiles(const uint16_t *weight, uint32_t *packed, long inputs, long outputs, int threads) {
-    long steps = parts(inputs, INPUTS);
+    long steps = ceiling(inputs, INPUTS);
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (long block = 0; block < parts(outputs, OUTPUTS); block++)
+    for (long block = 0; block < ceiling(outputs, OUTPUTS); block++)
         for (long tile = 0; tile < 2 * steps; tile++) {
             long output = smaller(block * OUTPUTS + tile % 2 * OUTPUTS / 2, outputs);
             uint32_t *into = packed + (block * 2 * steps + tile) * TILE_BYTES / 4;
@@ -184,8 +206,8 @@ void hearth_pack_tiles(const uint16_t *weight, uint32_t *packed, long inputs, lo
 void hearth_multiply_tiles(
     const uint16_t *packed, const uint16_t *bias, const uint16_t *x, uint16_t *y, long rows, long inputs, long outputs,
     int threads) {
-    product p = {packed, bias, x, y, rows, inputs, outputs, parts(inputs, INPUTS)};
-    long blocks = parts(outputs, OUTPUTS);
+    product p = {packed, bias, x, y, rows, inputs, outputs, ceiling(inputs, INPUTS)};
+    long blocks = ceiling(outputs, OUTPUTS);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int part = 0; part < threads; part++)
         multiply_blocks(&p, blocks * part / threads, blocks * (part + 1) / threads);
