@@ -8,19 +8,20 @@ bit for bit the same, and `CpuLinear` pads up to that. One row alone, which is w
 through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row has among others.
 
 With AMX there often is no such number, for inputs are divided by the number of rows: there bfloat16 has a matmul of our
-own for any number of rows (layers/cpu_tiles.py), and a packed weight of its order. Where that is not compiled, and for
-activations, rows are multiplied in pieces of one number of them.
+own for any number of rows (layers/cpu_tiles.py), and a packed weight of its order. Where that is not compiled, rows are
+multiplied in pieces of one number of them.
 
 T rows, K inputs, N outputs.
 """
 
 import enum
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from engine.kernels.reference import gelu_and_multiply
 from engine.layers import cpu_row
@@ -54,12 +55,21 @@ class Activation(enum.StrEnum):
     TANH = "tanh"
 
 
+ACTIVATION_FUNCTIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
+    Activation.NONE: lambda y_TN: y_TN,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+    Activation.RELU: torch.relu,
+    Activation.TANH: torch.tanh,
+}
+
+
 class CpuLinear:
     """weight_NK (float32, bfloat16 or float16) with an optional bias_N of the same dtype. `bytes` is what they occupy;
     `row_alone` multiplies one row, where it can.
 
     Called with x_TK it returns [T, N] in the same dtype, accumulated in float32, through the `activation`, which takes
-    no time of its own.
+    no time of its own but behind tiles.
     """
 
     def __init__(
@@ -70,12 +80,13 @@ class CpuLinear:
         self.bytes = weight_NK.nbytes + (0 if bias_N is None else bias_N.nbytes)
         self.row_alone: TileMatmul | _RowMatmul | None = None
         self._tiles: TileMatmul | None = None
-        if weight_NK.dtype is torch.bfloat16 and activation is Activation.NONE and has_tiles():
+        self._activation = activation
+        plain = bias_N is None and activation is Activation.NONE
+        if weight_NK.dtype is torch.bfloat16 and has_tiles():
             self._tiles = TileMatmul(weight_NK, bias_N)
-            self.row_alone = self._tiles if bias_N is None else None
+            self.row_alone = self._tiles if plain else None
             return
         self._bias = bias_N
-        self._activation = activation
         self._packed = _pack(weight_NK)
         probed = min(self.outputs, _PROBE_OUTPUTS_MAX)
         self._piece = piece_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
@@ -83,12 +94,12 @@ class CpuLinear:
             return
         invariant = min_invariant_rows(self.inputs, probed, weight_NK.dtype, torch.get_num_threads())
         self._min_rows = max(invariant, _QUICK_ROWS)
-        if bias_N is None and activation is Activation.NONE and weight_NK.dtype is torch.bfloat16:
+        if plain and weight_NK.dtype is torch.bfloat16:
             self.row_alone = _row_matmul(self._packed, self.inputs, self.outputs, self._min_rows)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         if self._tiles is not None:
-            return self._tiles(x_TK)
+            return ACTIVATION_FUNCTIONS[self._activation](self._tiles(x_TK))
         rows = x_TK.shape[0]
         if rows == 1 and self.row_alone is not None:
             return self.row_alone(x_TK)

@@ -10,7 +10,6 @@ T rows of all texts, S texts, L tokens of the longest of a group, H hidden size,
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby, pairwise
 from typing import Final
 
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from engine.layers.linear_cpu import Activation, CpuLinear
+from engine.layers.linear_cpu import ACTIVATION_FUNCTIONS, Activation, CpuLinear
 from engine.models.config import EncoderConfig
 from engine.protocol.types import Pooling
 from engine.step.encoder_layout import POOLINGS, TextBatch
@@ -34,13 +33,6 @@ ACTIVATIONS: Final = {
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
 }
-_TORCH_ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
-    Activation.NONE: lambda y_TN: y_TN,
-    Activation.GELU: functional.gelu,
-    Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
-    Activation.RELU: torch.relu,
-    Activation.TANH: torch.tanh,
-}
 
 
 class TorchLinear:
@@ -49,7 +41,7 @@ class TorchLinear:
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, activation: Activation) -> None:
         self._weight_NK = weight_NK
         self._bias_N = bias_N
-        self._activate = _TORCH_ACTIVATIONS[activation]
+        self._activate = ACTIVATION_FUNCTIONS[activation]
 
     def __call__(self, x_TK: Tensor) -> Tensor:
         return self._activate(functional.linear(x_TK, self._weight_NK, self._bias_N))

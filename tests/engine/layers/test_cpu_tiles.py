@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.layers import cpu_row, linear_cpu
 from engine.layers.cpu_tiles import TileMatmul, has_tiles
-from engine.layers.linear_cpu import Activation, CpuLinear
+from engine.layers.linear_cpu import ACTIVATION_FUNCTIONS, Activation, CpuLinear
 
 SHAPES = [(64, 64), (1, 1), (7, 33), (33, 31), (96, 47), (576, 960), (1030, 100), (8192, 70), (33_000, 40)]
 
@@ -111,16 +111,22 @@ def test_the_librarys_own_matmuls_in_between_stay_right() -> None:
         torch.testing.assert_close(torch.mm(x, weight.T), theirs, rtol=2**-7, atol=0.1)
 
 
-def test_linear_layers_in_bfloat16_are_in_tiles_and_those_with_activations_are_right_too() -> None:
-    weight, bias, x = random(96, 64), random(96), random(40, 64)
-    linear = CpuLinear(weight, bias)
+@pytest.mark.parametrize("activation", list(Activation))
+def test_linear_layers_in_bfloat16_are_in_tiles_whatever_their_activation(activation: Activation) -> None:
+    weight, bias, x = random(97, 64), random(97), random(40, 64)
+    linear = CpuLinear(weight, bias, activation)
     assert linear._tiles is not None
-    assert linear.row_alone is None, "a row alone has no bias"
+    wanted = ACTIVATION_FUNCTIONS[activation](torch.nn.functional.linear(x.double(), weight.double(), bias.double()))
+    torch.testing.assert_close(linear(x).double(), wanted, rtol=2**-6, atol=2e-2)
+    for rows in (slice(0, 1), slice(7, 24), slice(39, 40)):
+        assert torch.equal(linear(x[rows]), linear(x)[rows])
+
+
+def test_a_row_alone_has_neither_bias_nor_activation() -> None:
+    weight, bias = random(96, 64), random(96)
     assert CpuLinear(weight).row_alone is not None
-    assert CpuLinear(weight.float()).row_alone is None
-    relu = CpuLinear(weight, bias, Activation.RELU)
-    torch.testing.assert_close(relu(x), linear(x).relu(), rtol=2**-7, atol=1e-2)
-    assert torch.equal(relu(x[:1]), relu(x)[:1])
+    for other in (CpuLinear(weight, bias), CpuLinear(weight, None, Activation.RELU), CpuLinear(weight.float())):
+        assert other.row_alone is None
 
 
 def test_a_system_that_gives_no_tiles_leaves_bfloat16_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
