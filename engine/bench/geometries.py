@@ -185,7 +185,7 @@ class RooflineBound:
 
     @property
     def row_flop(self) -> int:
-        """Of one row's matmuls: as many as the bytes of their weights in bf16."""
+        """One row's matmuls need so many: as many as the bytes of their weights in bf16."""
         return self.weights_bytes + self.chosen * self.expert_flop
 
     def read_bytes(self, rows: int) -> float:

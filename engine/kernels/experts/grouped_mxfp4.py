@@ -104,7 +104,7 @@ def _add_blocks(total, both, exponent_low, exponent_high, low, high, SUMS: tl.co
 
 @triton.jit
 def _exponents(at_exponents, group):
-    """Those of the two blocks of a group."""
+    """The exponents of the two blocks of a group."""
     return tl.load(at_exponents + 2 * group), tl.load(at_exponents + 2 * group + 1)
 
 
