@@ -5,6 +5,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
+from engine.process.allocator import keep_first_thresholds
 from gateway.commands.access.join_options import NO_JOIN, JoinOptions
 from gateway.commands.terminal.listening import listen_problem
 from gateway.commands.terminal.options import PORTS, Source, command_app
@@ -39,6 +40,7 @@ def gateway(
     source: Source,
 ) -> int:
     """Serve HTTP; replicas are on machines."""
+    keep_first_thresholds()
     config = source.load(host=host, port=port)
     from gateway.commands.access.joining import joined_files  # only here: it reads keys
 

@@ -94,3 +94,37 @@ def test_kernels_between_what_stays_leave_no_holes_where_large_blocks_are_mapped
         returned[case] = int(run.stdout)
     assert returned["mapped"] > 20_000_000
     assert max(returned["neither"], returned["undone"]) < 5_000_000, "the control: the heap keeps them"
+
+
+PROMPTS = """
+import ctypes, sys
+from engine.process.allocator import keep_first_thresholds, keep_one_arena
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+keep_one_arena()
+if sys.argv[1] == "first":
+    keep_first_thresholds()
+library = ctypes.CDLL(None)
+library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+before = resident()
+for _ in range(3):
+    buffers = []
+    for count in (1_400_000, 720_000, 720_000, 216_000, 216_000, 144_000):
+        buffers.append(library.malloc(count))
+        ctypes.memset(buffers[-1], 1, count)
+        library.malloc(20_000)  # stays
+    for buffer in buffers:
+        library.free(buffer)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc raises thresholds")
+def test_buffers_of_a_long_prompt_leave_the_heap_as_it_was_where_thresholds_stay() -> None:
+    grown = {}
+    for case in ("first", "raised"):
+        command = [sys.executable, "-c", PROMPTS, case]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        grown[case] = int(run.stdout)
+    assert grown["first"] < 400_000
+    assert grown["raised"] > 1_500_000, "the control: a C library that returns them by itself does not try this"
