@@ -2,7 +2,8 @@
 
 Rows are put together by expert, and each expert's matmuls give a row the same bits in any company (linear_cpu.py). What
 a row's experts give is added up in float32, the best expert first. Each of several ranks has a part of every expert's
-inner size, as it has of a dense MLP's.
+inner size, as it has of a dense MLP's, or some of the experts whole. A part of the sum over all ranks is then that of
+as many experts, whichever rank has them: its bits depend on the number of parts alone.
 
 T rows, H hidden size, E experts, K of them chosen for each row, S rows of all experts' weights below each other.
 """
@@ -24,44 +25,51 @@ class CpuExperts:
     """Weights gate_up_SH and down_SH, and biases where there are any: every expert's below those of the one before.
 
     limit  of what goes through the gate (reference.gate).
+    own    which of the rule's experts they are, where ranks have whole ones; None: all, or a part of each.
     """
 
     def __init__(
         self, gate_up: tuple[Tensor, Tensor | None], down: tuple[Tensor, Tensor | None], rule: RoutingRule,
-        limit: float, exchange: RankExchange | None,
+        limit: float, exchange: RankExchange | None, own: range | None = None,
     ) -> None:  # fmt: skip
         self._rule, self._limit = rule, limit
         self._parts = 1 if exchange is None else exchange.own_parts
-        self._first = exchange is None or exchange.shard.rank == 0
-        self._gate_up = [CpuLinear(weight, bias) for weight, bias in _each(gate_up, rule.experts)]
-        self._down = [
-            [
-                CpuLinear(part.contiguous(), bias if self._first and index == 0 else None)
-                for index, part in enumerate(weight.chunk(self._parts, 1))
-            ]
-            for weight, bias in _each(down, rule.experts)
-        ]
-        self.bytes = sum(linear.bytes for linears in (self._gate_up, *self._down) for linear in linears)
+        self._whole, self._own = own is not None, own or range(rule.experts)
+        first = exchange is None or exchange.shard.rank == 0
+        self._gate_up = [CpuLinear(weight, bias) for weight, bias in _each(gate_up, len(self._own))]
+        self._down: list[dict[int, CpuLinear]] = []  # by part of the sum
+        for place, (weight, bias) in enumerate(_each(down, len(self._own))):
+            if self._whole:
+                self._down.append({place * self._parts // len(self._own): CpuLinear(weight, bias)})
+                continue
+            chunks = enumerate(weight.chunk(self._parts, 1))
+            self._down.append(
+                {part: CpuLinear(chunk.contiguous(), None if part or not first else bias) for part, chunk in chunks}
+            )
+        downs = [linear for linears in self._down for linear in linears.values()]
+        self.bytes = sum(linear.bytes for linear in (*self._gate_up, *downs))
 
     def __call__(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[Tensor]:
         """This rank's parts of each row's sum, [T, H] in float32."""
         rows, chosen = ids_TK.shape
-        out_PSH = torch.empty(self._parts, rows * chosen, x_TH.shape[1])
+        make = torch.zeros if self._whole else torch.empty  # what experts of other parts give is nothing
+        out_PSH = make(self._parts, rows * chosen, x_TH.shape[1])
         scales_S = weights_TK.reshape(-1, 1)
         order_S = ids_TK.reshape(-1).argsort(stable=True)
-        ends = ids_TK.reshape(-1).bincount(minlength=self._rule.experts).cumsum(0).tolist()
-        for expert, (first, last) in enumerate(pairwise([0, *ends])):
+        ends = [0, *ids_TK.reshape(-1).bincount(minlength=self._rule.experts).cumsum(0).tolist()]
+        bounds = list(pairwise(ends))[self._own.start : self._own.stop]
+        for (first, last), gate_up, downs in zip(bounds, self._gate_up, self._down, strict=True):
             if first == last:
                 continue
             places = order_S[first:last]
             own = x_TH.index_select(0, places // chosen)
             if self._rule.scales_inputs:
                 own = (own * scales_S[places].to(own.dtype)).contiguous()
-            inner = gate(self._gate_up[expert](own), self._limit)
-            widths = [part.inputs for part in self._down[expert]]
-            for index, (down, inner_Ti) in enumerate(zip(self._down[expert], inner.split(widths, 1), strict=True)):
+            inner = gate(gate_up(own), self._limit)
+            widths = [down.inputs for down in downs.values()]
+            for (part, down), inner_Ti in zip(downs.items(), inner.split(widths, 1), strict=True):
                 given = down(inner_Ti.contiguous()).float()
-                out_PSH[index, places] = given if self._rule.scales_inputs else given * scales_S[places]
+                out_PSH[part, places] = given if self._rule.scales_inputs else given * scales_S[places]
         return [_added(out_SH.view(rows, chosen, -1)) for out_SH in out_PSH]
 
 

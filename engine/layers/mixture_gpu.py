@@ -2,7 +2,8 @@
 The host learns nothing of it, so that a CUDA graph holds the whole layer whatever its rows choose.
 
 A choice of a row is a part of the row's sum: whoever reads the result adds up the parts, as it does those of a linear
-layer. What all rows take is added to the first choice's part.
+layer. What all rows take is added to the first choice's part. Where ranks have whole experts, the part of a choice
+whose expert another one has is zero.
 
 T rows, K inputs, P parts, H hidden size, S rows of all experts' weights below each other.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from engine.bf12.codec import Bf12Weight
 from engine.kernels.bf12_decode import expand
 from engine.kernels.experts import grouped_bf12, grouped_linear, grouped_mxfp4
+from engine.kernels.experts.absent_experts import fill_absent
 from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights
 from engine.kernels.experts.grouped_mxfp4 import MXFP4_TILE_ROWS_MAX
 from engine.kernels.experts.grouped_tuning import (
@@ -41,12 +43,15 @@ Weight = Tensor | Bf12Weight | Fp8Weight | Mxfp4Weight
 
 class GpuExperts:
     """Weights gate_up_SH and down_SH, in bf16, f16, 12, 8 or 4 bits a number, and biases where there are any: every
-    expert's below those of the one before. `limit` is reference.gate's."""
+    expert's below those of the one before. `limit` is reference.gate's. `own`: which of the rule's experts they are,
+    where ranks have whole ones; None: all, or a part of each."""
 
     def __init__(
-        self, gate_up: tuple[Weight, Tensor | None], down: tuple[Weight, Tensor | None], rule: RoutingRule, limit: float
-    ) -> None:
+        self, gate_up: tuple[Weight, Tensor | None], down: tuple[Weight, Tensor | None], rule: RoutingRule,
+        limit: float, own: range | None = None,
+    ) -> None:  # fmt: skip
         self._rule, self._limit = rule, limit
+        self.own = own or range(rule.experts)
         (self._gate_up, self._gate_up_bias), (self._down, self._down_bias) = gate_up, down
         for weight, bias in (gate_up, down):
             assert bias is None or not isinstance(weight, Bf12Weight), "what is in 12 bits a number has no bias"
@@ -58,7 +63,9 @@ class GpuExperts:
 
     def __call__(self, x_TH: Tensor, plan: ExpertPlan, added_PTH: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Each row's parts [P, T, H] in `dtype`, with what is added."""
-        return self._down_of(self._gated(x_TH, plan), plan, added_PTH, dtype)
+        out_PTH = self._down_of(self._gated(x_TH, plan), plan, added_PTH, dtype)
+        fill_absent(plan, added_PTH, out_PTH)
+        return out_PTH
 
     def of_row(
         self, x_1H: Tensor, logits_P1E: Tensor, choice_bias_E: Tensor | None, added_P1H: Tensor | None
@@ -68,53 +75,58 @@ class GpuExperts:
         assert isinstance(gate_up, Tensor)
         assert isinstance(down, Tensor)
         inner_CI = x_1H.new_empty(rule.chosen, self._inner)
-        stack = ExpertWeights(gate_up, None, self._gate_up_bias)
+        stack = ExpertWeights(gate_up, None, self._gate_up_bias, self.own.start)
         choice = gate_row(x_1H, logits_P1E, rule, choice_bias_E, stack, self._limit, inner_CI)
-        out_C1H = x_1H.new_empty(rule.chosen, 1, len(down) // rule.experts, dtype=torch.float32)
-        stack = ExpertWeights(down, None, self._down_bias)
-        return multiply_row(inner_CI, choice, stack, added_P1H, not rule.scales_inputs, out_C1H)
+        out_C1H = x_1H.new_empty(rule.chosen, 1, len(down) // len(self.own), dtype=torch.float32)
+        stack, some = ExpertWeights(down, None, self._down_bias, self.own.start), len(self.own) < rule.experts
+        return multiply_row(inner_CI, choice, stack, added_P1H, not rule.scales_inputs, out_C1H, some=some)
 
     def _gated(self, x_TH: Tensor, plan: ExpertPlan) -> Tensor:
-        entries, rule, weigh = len(plan.order_S), self._rule, self._rule.scales_inputs
-        out_SI, weight = x_TH.new_empty(entries, self._inner), self._gate_up
+        entries, experts, weigh = self._entries(plan), len(self.own), self._rule.scales_inputs
+        out_SI, weight = x_TH.new_empty(len(plan.order_S), self._inner), self._gate_up
         if isinstance(weight, Bf12Weight) and plan.rows <= _CODED_ROWS_MAX:
-            coded = bf12_tiling_for(self._inner, x_TH.shape[1], entries, rule.experts, gated=True)
+            coded = bf12_tiling_for(self._inner, x_TH.shape[1], entries, experts, gated=True)
             return grouped_bf12.multiply_gated(x_TH, weight, plan, coded, weigh, out_SI)
         if isinstance(weight, Mxfp4Weight) and plan.rows <= MXFP4_TILE_ROWS_MAX:
-            unpacked = mxfp4_tiling_for(self._inner, x_TH.shape[1], entries, rule.experts, plan.rows, gated=True)
+            unpacked = mxfp4_tiling_for(self._inner, x_TH.shape[1], entries, experts, plan.rows, gated=True)
             return grouped_mxfp4.multiply_gated(
                 x_TH, weight, self._gate_up_bias, plan, unpacked, self._limit, weigh, out_SI
             )
         tiling = tiling_for(
-            self._inner, x_TH.shape[1], entries, rule.experts, plan.rows, gated=True, blocks=_blocks(weight),
+            self._inner, x_TH.shape[1], entries, experts, plan.rows, gated=True, blocks=_blocks(weight),
             large=has_large_blocks(x_TH.device, x_TH.dtype),
         )  # fmt: skip
-        for stack in _stacks(weight, self._gate_up_bias, rule.experts, x_TH.dtype):
+        for stack in _stacks(weight, self._gate_up_bias, experts, x_TH.dtype):
             own = _rows_for(x_TH, stack)
             grouped_linear.multiply_gated(own, stack, plan, tiling, self._limit, weigh, out_SI)
         return out_SI
 
+    def _entries(self, plan: ExpertPlan) -> int:
+        """How many entries these experts have on average."""
+        return max(1, plan.weights_TK.numel() * len(self.own) // self._rule.experts)
+
     def _down_of(self, inner_SI: Tensor, plan: ExpertPlan, added_PTH: Tensor | None, dtype: torch.dtype) -> Tensor:
         (rows, choices), rule, weight = plan.weights_TK.shape, self._rule, self._down
-        hidden, entries = _shape(weight)[0] // rule.experts, len(plan.order_S)
+        entries, experts = self._entries(plan), len(self.own)
+        hidden = _shape(weight)[0] // experts
         if isinstance(weight, Bf12Weight) and plan.rows <= _CODED_ROWS_MAX:
-            coded = bf12_tiling_for(hidden, self._inner, entries, rule.experts, gated=False)
+            coded = bf12_tiling_for(hidden, self._inner, entries, experts, gated=False)
             out_PTH = inner_SI.new_empty(choices * coded.parts, rows, hidden, dtype=torch.float32)
             return grouped_bf12.multiply(inner_SI, weight, plan, coded, added_PTH, not rule.scales_inputs, out_PTH)
         if isinstance(weight, Mxfp4Weight) and plan.rows <= MXFP4_TILE_ROWS_MAX:
-            unpacked = mxfp4_tiling_for(hidden, self._inner, entries, rule.experts, plan.rows, gated=False)
+            unpacked = mxfp4_tiling_for(hidden, self._inner, entries, experts, plan.rows, gated=False)
             dtype = torch.float32 if unpacked.parts > 1 else dtype
             out_PTH = inner_SI.new_empty(choices * unpacked.parts, rows, hidden, dtype=dtype)
             return grouped_mxfp4.multiply(
                 inner_SI, weight, self._down_bias, plan, unpacked, added_PTH, not rule.scales_inputs, out_PTH
             )
         tiling = tiling_for(
-            hidden, self._inner, entries, rule.experts, plan.rows, gated=False, blocks=_blocks(weight),
+            hidden, self._inner, entries, experts, plan.rows, gated=False, blocks=_blocks(weight),
             large=has_large_blocks(inner_SI.device, inner_SI.dtype),
         )  # fmt: skip
         dtype = torch.float32 if tiling.parts > 1 else dtype
         out_PTH = inner_SI.new_empty(choices * tiling.parts, rows, hidden, dtype=dtype)
-        for stack in _stacks(weight, self._down_bias, rule.experts, inner_SI.dtype):
+        for stack in _stacks(weight, self._down_bias, experts, inner_SI.dtype):
             own = _rows_for(inner_SI, stack)
             grouped_linear.multiply(own, stack, plan, tiling, added_PTH, not rule.scales_inputs, out_PTH)
         return out_PTH
@@ -155,7 +167,8 @@ class GpuMixture:
         added_PTH = None if self._shared is None else self._shared(x_TH, count)
         if rows == 1 and self._experts.row_chooses:
             return self._experts.of_row(x_TH, logits_PTE, self._choice_bias_E, added_PTH)
-        plan = route(logits_PTE, count, rule, self._choice_bias_E, tile_rows(rows * rule.chosen, rule.experts))
+        tile = tile_rows(rows * rule.chosen, rule.experts)
+        plan = route(logits_PTE, count, rule, self._choice_bias_E, tile, self._experts.own)
         dtype = torch.float32 if rows <= _PARTS_ROWS_MAX else x_TH.dtype
         return self._experts(x_TH, plan, added_PTH, dtype)
 

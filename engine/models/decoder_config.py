@@ -72,6 +72,7 @@ class MixtureConfig:
     shared        the inner size of one more that all rows take; 0: there is none.
     biased        the router and the experts' linear layers add a bias.
     limit         gate and up are clamped to it, and gated as gpt-oss does; 0: silu(gate) · up.
+    local         how many experts a rank has that has whole ones of the rule's; None: all, or a part of each.
     """
 
     layers: tuple[bool, ...]
@@ -80,6 +81,12 @@ class MixtureConfig:
     shared: int = 0
     biased: bool = False
     limit: float = 0.0
+    local: int | None = None
+
+    @property
+    def held(self) -> int:
+        """How many experts have weights here."""
+        return self.rule.experts if self.local is None else self.local
 
 
 @dataclass(frozen=True, slots=True)

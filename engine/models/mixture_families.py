@@ -155,7 +155,7 @@ class Llama4(_MixtureLayer):
 
     def _experts(self, config: ModelConfig, mixture: MixtureConfig, source: str, prefix: str) -> list[ParameterEntry]:
         """All experts are one tensor, and each lies [inputs, outputs] in it."""
-        experts, inner, hidden = mixture.rule.experts, mixture.intermediate, config.hidden
+        experts, inner, hidden = mixture.held, mixture.intermediate, config.hidden
         stack = ExpertStack(transposed=True)
         return [
             _stacked(
@@ -192,7 +192,7 @@ class GptOss(_MixtureLayer):
 
     def _experts(self, config: ModelConfig, mixture: MixtureConfig, source: str, prefix: str) -> list[ParameterEntry]:
         """All experts are one tensor. Their gates and ups take turns."""
-        experts, inner, hidden = mixture.rule.experts, mixture.intermediate, config.hidden
+        experts, inner, hidden = mixture.held, mixture.intermediate, config.hidden
         parameters = []
         for name, outputs, inputs in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
             tensor, interleaved = f"{source}{name}_proj", name == "gate_up"
@@ -239,7 +239,7 @@ def _expert_entries(
 ) -> list[ParameterEntry]:
     """Stacks made of a tensor for each expert's gate, up and down, which have these names."""
     gate, up, down = names
-    experts, inner, hidden = range(mixture.rule.experts), mixture.intermediate, config.hidden
+    experts, inner, hidden = range(mixture.held), mixture.intermediate, config.hidden
     gated = [(f"{source}{expert}.{name}", inner) for expert in experts for name in (gate, up)]
     return [
         *linear_entries(f"{prefix}gate_up", gated, hidden, False),
@@ -255,4 +255,4 @@ def _stacked(
 
 def _gate_up_sections(mixture: MixtureConfig) -> tuple[int, ...]:
     """Gates and ups of all experts, as they come to lie."""
-    return (mixture.intermediate,) * (2 * mixture.rule.experts)
+    return (mixture.intermediate,) * (2 * mixture.held)

@@ -134,6 +134,11 @@ class ParameterEntry:
     offset: float = 0.0
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether it has all experts' weights or biases below each other."""
+        return ".experts." in self.parameter
+
+    @property
     def is_plain(self) -> bool:
         """Whether each source is a weight as the model takes it, of which any rows may be read."""
         return all(source.stack is None and source.scales is None for source in self.sources)

@@ -3,7 +3,8 @@ columns of each parameter are its own. It knows neither tensors nor processes.
 
 The method is Megatron-LM's (Shoeybi et al. 2019): q, k, v, gate and up are cut along their outputs, by heads and by the
 MLP's width; the layers behind them along their inputs, so that what ranks give are parts of one sum. Norms are whole on
-each rank; the head is cut along the vocabulary, on GPUs the embedding too.
+each rank; the head is cut along the vocabulary, on GPUs the embedding too. Experts are cut as dense MLPs are, or each
+rank has whole ones: the parts of the sum are then those of some experts.
 
 Stages share out its layers before. The first one has embedding, last norm and head too: a row that is sampled comes
 back to it, so that a tied embedding is there once, and what is sampled is known where steps are planned.
@@ -15,8 +16,9 @@ from itertools import accumulate
 from typing import Final
 
 from engine.layers.rank_shard import RankShard
-from engine.models.decoder_config import ModelConfig, ModelConfigError
+from engine.models.decoder_config import MixtureConfig, ModelConfig, ModelConfigError
 from engine.models.parameter_entries import ParameterEntry
+from engine.protocol.expert_cut import ExpertCut, expert_cut
 
 _LAYER_PREFIX: Final = "layers."
 
@@ -33,15 +35,16 @@ class ParameterShard:
     columns: range | None
 
 
-def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
-    """What each of so many ranks computes. Raises CannotShard."""
+def shard_config(config: ModelConfig, ranks: int, cut: ExpertCut | None = None) -> ModelConfig:
+    """What each of so many ranks computes, with experts that are `cut` so; None: as their number and size alone say.
+    Raises CannotShard."""
     mixture = config.mixture
     counts = [("num_attention_heads", config.heads), ("num_key_value_heads", config.kv_heads)]
     if mixture is None or not all(mixture.layers):
         counts.append(("intermediate_size", config.intermediate))
     if mixture is not None:
-        counts += [("experts' intermediate size", mixture.intermediate), ("shared expert's size", mixture.shared)]
-        mixture = replace(mixture, intermediate=mixture.intermediate // ranks, shared=mixture.shared // ranks)
+        counts.append(("shared expert's size", mixture.shared))
+        mixture = _shard_mixture(mixture, ranks, cut)
     for name, count in counts:
         if count % ranks:
             raise CannotShard(f"{name} {count} is no multiple of {ranks}: the model cannot be cut into {ranks} ranks")
@@ -52,17 +55,34 @@ def shard_config(config: ModelConfig, ranks: int) -> ModelConfig:
     )  # fmt: skip
 
 
+def _shard_mixture(mixture: MixtureConfig, ranks: int, cut: ExpertCut | None) -> MixtureConfig:
+    experts, inner, shared = mixture.rule.experts, mixture.intermediate, mixture.shared // ranks
+    cut = cut or expert_cut(ranks, experts, inner)
+    if cut is None:
+        raise CannotShard(
+            f"experts' intermediate size {inner} is no multiple of {ranks}, nor is their number {experts}: the model "
+            f"cannot be cut into {ranks} ranks"
+        )
+    if cut is ExpertCut.EXPERTS:
+        return replace(mixture, shared=shared, local=experts // ranks)
+    return replace(mixture, intermediate=inner // ranks, shared=shared)
+
+
 def shard_parameters(
-    whole: Sequence[ParameterEntry], own: Sequence[ParameterEntry], shard: RankShard, cut_embedding: bool = False
-) -> Iterator[tuple[str, ParameterShard]]:
+    whole: Sequence[ParameterEntry], own: Sequence[ParameterEntry], shard: RankShard, cut_embedding: bool = False,
+    whole_experts: bool = False,
+) -> Iterator[tuple[str, ParameterShard]]:  # fmt: skip
     """Compares a model's entries with those of its shard_config: each parameter, and what of it is this rank's. A
-    parameter that is the same in both is whole on each rank, but for a head, and an embedding where that is asked for.
-    Each run of rows lies within one source."""
+    parameter that is the same in both is whole on each rank, but for a head, an embedding where that is asked for, and
+    experts where ranks have whole ones. Each run of rows lies within one source."""
     by_vocabulary = ("head.weight", "embedding") if cut_embedding else ("head.weight",)
     for entry, part in zip(whole, own, strict=True):
         assert entry.parameter == part.parameter
         if entry.parameter in by_vocabulary:
             yield entry.parameter, ParameterShard((shard.of(entry.sources[0].placed[0]),), None)
+            continue
+        if whole_experts and entry.is_of_experts:
+            yield entry.parameter, ParameterShard(_runs(entry, shard), None)
             continue
         rows, columns, first = [], None, 0
         for source, source_part in zip(entry.sources, part.sources, strict=True):
@@ -74,6 +94,16 @@ def shard_parameters(
             if source.placed[1:] != source_part.placed[1:]:
                 columns = shard.of(source.placed[1])
         yield entry.parameter, ParameterShard(tuple(rows), columns)
+
+
+def _runs(entry: ParameterEntry, shard: RankShard) -> tuple[range, ...]:
+    """The rows of this rank's whole experts, source by source."""
+    own, first, runs = shard.of(sum(source.placed[0] for source in entry.sources)), 0, []
+    for source in entry.sources:
+        rows = range(max(own.start, first), min(own.stop, first + source.placed[0]))
+        runs += [rows] if rows else []
+        first += source.placed[0]
+    return tuple(runs)
 
 
 def layer_costs(config: ModelConfig) -> list[int]:

@@ -17,7 +17,7 @@ from engine.kvcache.layer_pools import group_shapes
 from engine.kvcache.tensors import extent_blocks
 from engine.layers.rank_shard import RankShard
 from engine.models.llama import kv_shape
-from engine.models.sharding import shard_config, stage_layers
+from engine.models.sharding import stage_layers
 from engine.protocol.specs import ModelSpec
 from engine.weights.source import ShardSource, WeightSource
 
@@ -40,7 +40,6 @@ def stage_shares(model: ModelSpec, source: WeightSource, rank: int = 0) -> list[
     whole, shares = source.config.layers, []
     for layers in stage_layers(source.config, model.stages):
         own: ShardSource | WeightSource = source.stage(layers) if model.stages > 1 else source
-        config = shard_config(own.config, model.gpus) if model.gpus > 1 else own.config
         if model.gpus > 1 and isinstance(own, WeightSource):
             own = own.cut(RankShard(rank, model.gpus), cut_embedding=True)
         kv_bytes = None if model.kv_bytes is None else model.kv_bytes // model.gpus * len(layers) // whole
@@ -49,7 +48,7 @@ def stage_shares(model: ModelSpec, source: WeightSource, rank: int = 0) -> list[
             host_kv_bytes=model.host_kv_bytes // model.gpus,
         )  # fmt: skip
         dtype = torch.float8_e4m3fn if model.kv_dtype == "fp8" else source.dtype
-        shapes = group_shapes(kv_shape(config, model.block_tokens, dtype), config.kv_groups)
+        shapes = group_shapes(kv_shape(own.config, model.block_tokens, dtype), own.config.kv_groups)
         shares.append(StageShare(own, spec, tuple(shape.block_bytes for shape in shapes)))
     return shares
 

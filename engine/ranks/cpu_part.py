@@ -49,7 +49,7 @@ class CpuRankPart:
         own = source if link is None else source.stage(stage_layers(config, board.stages)[link.stage])
         if parts > 1:
             exchange = HostExchange(board, number, parts, wait)
-            shard = own.cut(exchange.shard)
+            shard = own.cut(exchange.shard, parts=parts)
 
         def load() -> DecoderParameters:
             return shard.load(exchange, beat) if parts > 1 else own.load(beat)
@@ -57,8 +57,8 @@ class CpuRankPart:
         parameters = load()
         board.weights_bytes_W[number] = weights_bytes(parameters)
         return cls(
-            share_of(model, ranks), shard_config(own.config, ranks), shard_config(config, ranks), source, parameters,
-            lambda: reread(load), link,
+            share_of(model, ranks), shard.config if parts > 1 else own.config, shard_config(config, ranks), source,
+            parameters, lambda: reread(load), link,
         )  # fmt: skip
 
     def blocks(self, tokens: int, free_bytes: int) -> list[int]:

@@ -95,17 +95,18 @@ def _mixture(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, excha
         (_expert_matrix(tensors, f"{prefix}experts.{name}.weight"), tensors.pop(f"{prefix}experts.{name}.bias", None))
         for name in ("gate_up", "down")
     )
+    own = None if mixture.local is None or exchange is None else exchange.shard.of(rule.experts)
     if isinstance(router, CpuLinear):
         assert exchange is None or not exchange.fused
         assert isinstance(gate_up, Tensor)
         assert isinstance(down, Tensor)
-        experts = CpuExperts((gate_up, gate_up_bias), (down, down_bias), rule, mixture.limit, exchange)
+        experts = CpuExperts((gate_up, gate_up_bias), (down, down_bias), rule, mixture.limit, exchange, own)
         return CpuMixture(router, choice_bias_E, rule, experts, shared, exchange)
     from engine.layers import mixture_gpu  # only here: a CPU needs no Triton
 
-    if exchange is not None and exchange.shard.rank:
+    if exchange is not None and exchange.shard.rank and own is None:
         down_bias = None  # it is part of the first rank's part
-    on_gpu = mixture_gpu.GpuExperts((gate_up, gate_up_bias), (down, down_bias), rule, mixture.limit)
+    on_gpu = mixture_gpu.GpuExperts((gate_up, gate_up_bias), (down, down_bias), rule, mixture.limit, own)
     return mixture_gpu.GpuMixture(router, choice_bias_E, rule, on_gpu, shared)
 
 

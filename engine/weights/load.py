@@ -97,25 +97,26 @@ class ModelFiles:
 
 
 def load_tensors(
-    checkpoint: Checkpoint, table: list[ParameterEntry], formats: WeightFormats, device: torch.device,
+    stored: Mapping[str, StoredTensor], table: list[ParameterEntry], formats: WeightFormats, device: torch.device,
     beat: Callable[[], None],
     into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The tensors of each entry of the table in its format, from a checkpoint that has all sources: those of `into`, or
-    new ones. Calls `beat` whenever more has arrived.
+    """The tensors of each entry of the table in its format, from what a checkpoint has `stored`, which has all sources:
+    those of `into`, or new ones. Calls `beat` whenever more has arrived.
 
     Beside the tensors it takes streaming.host_bytes of memory, 10 bytes for each escape, and some three slabs for each
     reader that unpacks or expands words. Raises CheckpointError where files change while they are read, are not as they
     were written, or have a value that is not finite.
     """
     tensors = allocate(formats, device) if into is None else into
-    _fill(checkpoint, _loads(checkpoint, table, formats, tensors), table, formats, tensors, device, beat)
+    _fill(stored, _loads(stored, table, formats, tensors), table, formats, tensors, device, beat)
     return tensors
 
 
 def load_shard(
-    checkpoint: Checkpoint, table: list[ParameterEntry], own: list[ParameterEntry], parts: Mapping[str, ParameterShard],
-    formats: WeightFormats, device: torch.device, beat: Callable[[], None], into: dict[str, Tensor] | None = None,
+    stored: Mapping[str, StoredTensor], table: list[ParameterEntry], own: list[ParameterEntry],
+    parts: Mapping[str, ParameterShard], formats: WeightFormats, device: torch.device, beat: Callable[[], None],
+    into: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """As `load_tensors`, the parts of one rank, where sources are weights as they are. `own` says what becomes of rows,
     `formats` are the parts'. Rows that are not its own are not read; of a matrix that is cut along its inputs each row
@@ -128,9 +129,9 @@ def load_shard(
             source, start = _source_at(entry, run.start)
             rows = target[first : first + len(run)]
             within = ParameterShard((range(run.start - start, run.stop - start),), part.columns)
-            loads.append(TensorLoad(source, checkpoint.tensors[source.name], rows, within))
+            loads.append(TensorLoad(source, stored[source.name], rows, within))
             first += len(run)
-    _fill(checkpoint, loads, own, formats, tensors, device, beat)
+    _fill(stored, loads, own, formats, tensors, device, beat)
     return tensors
 
 
@@ -145,7 +146,7 @@ def _source_at(entry: ParameterEntry, row: int) -> tuple[TensorSource, int]:
 
 
 def _fill(
-    checkpoint: Checkpoint, loads: list[TensorLoad], table: list[ParameterEntry], formats: WeightFormats,
+    stored: Mapping[str, StoredTensor], loads: list[TensorLoad], table: list[ParameterEntry], formats: WeightFormats,
     tensors: dict[str, Tensor], device: torch.device, beat: Callable[[], None],
 ) -> None:  # fmt: skip
     started = time.monotonic()
@@ -155,7 +156,7 @@ def _fill(
             path = matrix.stored.path
             raise CheckpointError(f"{path}: {name} has {count} values that are not finite: the file is damaged")
     packed = {load.name: load.source.scales.name for load in loads if load.source.scales is not None}
-    scales = read_small({name: checkpoint.tensors[own] for name, own in packed.items()}, beat)
+    scales = read_small({name: stored[own] for name, own in packed.items()}, beat)
     pieces: list[FilePiece] = []
     for load in loads:
         if load.part is not None:
@@ -198,14 +199,14 @@ def _fill(
 
 
 def _loads(
-    checkpoint: Checkpoint, table: list[ParameterEntry], formats: WeightFormats, tensors: dict[str, Tensor]
+    stored: Mapping[str, StoredTensor], table: list[ParameterEntry], formats: WeightFormats, tensors: dict[str, Tensor]
 ) -> list[TensorLoad]:
     loads = []
     for entry in table:
         target, first = tensors[formats[entry.parameter].main_tensor(entry.parameter)], 0
         for source in entry.sources:
             rows = target[first : first + source.placed[0]]
-            loads.append(TensorLoad(source, checkpoint.tensors[source.name], rows))
+            loads.append(TensorLoad(source, stored[source.name], rows))
             first += source.placed[0]
     return loads
 

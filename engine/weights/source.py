@@ -17,12 +17,15 @@ from engine.models.config import EncoderConfig, ModelConfig
 from engine.models.llama import DecoderParameters
 from engine.models.sharding import ParameterShard, shard_config, shard_parameters, stage_config, stage_name
 from engine.models.weight_names import ParameterEntry, decoder_entries, encoder_entries, required_tensors
+from engine.protocol.expert_cut import ExpertCut, expert_cut
 from engine.protocol.specs import ModelSpec
 from engine.vision.encoders import VisionEncoder, make_vision_encoder
 from engine.vision.families import read_vision_config, vision_entries
 from engine.weights.assembly import AnyExchange, assemble_decoder
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.expert_part import expert_part
 from engine.weights.formats import (
+    PlainFormat,
     TensorShapes,
     WeightFormats,
     allocate,
@@ -130,7 +133,7 @@ class WeightSource:
         if self.checkpoint is None:
             tensors = random_tensors(table, self._vision_formats, self.device, beat, into=into)
         else:
-            tensors = load_tensors(self.checkpoint, table, self._vision_formats, self.device, beat, into)
+            tensors = load_tensors(self.checkpoint.tensors, table, self._vision_formats, self.device, beat, into)
         assert self.config.vision is not None
         return make_vision_encoder(self.config.vision, tensors, beat)
 
@@ -145,15 +148,48 @@ class WeightSource:
             unstaged=(self, {name: whole for whole, name in own.items()}),
         )  # fmt: skip
 
-    def cut(self, shard: RankShard, cut_embedding: bool = False) -> "ShardSource":
-        """What of the parameters is one rank's: in 12 or 8 bits a number where the whole is and the cut lies between
-        blocks of these, else as numbers of the model's dtype. Raises CannotShard."""
-        config = shard_config(self.config, shard.ranks)
+    def cut(self, shard: RankShard, cut_embedding: bool = False, parts: int | None = None) -> "ShardSource":
+        """What of the parameters is one rank's: in 12, 8 or 4 bits a number where the whole is and the cut lies between
+        blocks of these, else as numbers of the model's dtype. Sums over all ranks have so many parts, as many as ranks
+        unless it says otherwise. Raises CannotShard."""
+        cut = self._expert_cut(parts or shard.ranks)
+        config = shard_config(self.config, shard.ranks, cut)
+        own, whole_experts = self._entries_of(config), cut is ExpertCut.EXPERTS
+        shards = dict(shard_parameters(self.table, own, shard, cut_embedding, whole_experts))
+        whole_formats = formats_to_cut(self.formats, shards, self.dtype)
+        experts = None
+        if self.config.mixture is not None and whole_experts:
+            experts = shard.of(self.config.mixture.rule.experts)
+        return ShardSource(self, config, own, shards, whole_formats, shard_formats(whole_formats, shards), experts)
+
+    def _expert_cut(self, ranks: int) -> ExpertCut | None:
+        """How the experts are cut: the same for each rank. None where there are none, or neither way divides them."""
+        mixture = self.config.mixture
+        if mixture is None:
+            return None
+        experts, inner = mixture.rule.experts, mixture.intermediate
+        keeps_format = bool(inner % ranks) or self._keeps_formats_inside(ranks)
+        return expert_cut(ranks, experts, inner, keeps_format)
+
+    def _keeps_formats_inside(self, ranks: int) -> bool:
+        """Whether a part of each expert's inner size lies in as few bits as the whole."""
+        packed = [
+            entry
+            for entry in self.table
+            if entry.is_of_experts and not isinstance(self.formats[entry.parameter], PlainFormat)
+        ]
+        if not packed:
+            return True
+        names = {entry.parameter for entry in packed}
+        config = shard_config(self.config, ranks, ExpertCut.INSIDE)
+        own = [entry for entry in self._entries_of(config) if entry.parameter in names]
+        shards = shard_parameters(packed, own, RankShard(ranks - 1, ranks))
+        return all(self.formats[parameter].cut(part) is not None for parameter, part in shards)
+
+    def _entries_of(self, config: ModelConfig) -> list[ParameterEntry]:
+        """Those of a part of the model, of the parameters that this source has."""
         whole = {entry.parameter for entry in self.table}
-        own = [entry for entry in decoder_entries(config) if entry.parameter in whole]
-        parts = dict(shard_parameters(self.table, own, shard, cut_embedding))
-        whole_formats = formats_to_cut(self.formats, parts, self.dtype)
-        return ShardSource(self, config, own, parts, whole_formats, shard_formats(whole_formats, parts))
+        return [entry for entry in decoder_entries(config) if entry.parameter in whole]
 
     def load_all(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The parameters' tensors, by name. What is made up is of a whole model on a CPU, and on a GPU made up for each
@@ -164,13 +200,14 @@ class WeightSource:
             return {name: made[parameter] for name, parameter in names.items()}
         if self.checkpoint is None:
             return random_tensors(self.table, self.formats, self.device, beat, into=into)
-        return load_tensors(self.checkpoint, self.table, self.formats, self.device, beat, into)
+        return load_tensors(self.checkpoint.tensors, self.table, self.formats, self.device, beat, into)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSource:
     """What of a decoder's parameters is one rank's: `config` and `own` entries are those of its shard_config, `parts`
-    the rows and columns that it has of each, `whole_formats` how whole ones are read and `formats` how parts lie."""
+    the rows and columns that it has of each, `whole_formats` how whole ones are read and `formats` how parts lie.
+    `experts` are those that it has whole, where ranks have whole ones."""
 
     whole: WeightSource
     config: ModelConfig
@@ -178,6 +215,7 @@ class ShardSource:
     parts: Mapping[str, ParameterShard]
     whole_formats: WeightFormats
     formats: WeightFormats
+    experts: range | None = None
 
     @property
     def shapes(self) -> TensorShapes:
@@ -205,15 +243,30 @@ class ShardSource:
         apart = {entry.parameter for entry in packed}
         plain, own = ([entry for entry in table if entry.parameter not in apart] for table in (whole.table, self.own))
         tensors = allocate(self.formats, whole.device) if into is None else into
-        load_shard(checkpoint, plain, own, self.parts, self.formats, whole.device, beat, tensors)
+        load_shard(checkpoint.tensors, plain, own, self.parts, self.formats, whole.device, beat, tensors)
+        if self.experts is not None:
+            self._load_experts(checkpoint, [entry for entry in packed if entry.is_of_experts], beat, tensors)
+            packed = [entry for entry in packed if not entry.is_of_experts]
         for entries in self._batches(packed):
-            loaded = load_tensors(checkpoint, entries, self.whole_formats, whole.device, beat)
+            loaded = load_tensors(checkpoint.tensors, entries, self.whole_formats, whole.device, beat)
             for entry in entries:
                 name = entry.parameter
                 self.whole_formats[name].write_part(name, loaded, self.parts[name], tensors)
             del loaded  # before the next come
         trim_memory(whole.device)
         return tensors
+
+    def _load_experts(
+        self, checkpoint: Checkpoint, table: list[ParameterEntry], beat: Callable[[], None], into: dict[str, Tensor]
+    ) -> None:
+        """Reads whole experts, each where it comes to lie: no others are read."""
+        mixture = self.whole.config.mixture
+        assert mixture is not None
+        assert self.experts is not None
+        if table:
+            own, stored = expert_part(table, checkpoint.tensors, self.experts, mixture.rule.experts)
+            formats = {entry.parameter: self.formats[entry.parameter] for entry in own}
+            load_tensors(stored, own, formats, self.whole.device, beat, into)
 
     def _batches(self, entries: list[ParameterEntry]) -> Iterator[list[ParameterEntry]]:
         """Whole parameters to be there at once: one, or several small ones."""
@@ -252,5 +305,5 @@ def load_encoder(
     checkpoint = Checkpoint(Path(model.folder))
     table, is_unused = required_tensors(config, checkpoint.tensors)
     checkpoint.require(table, is_unused)
-    tensors = load_tensors(checkpoint, table, plain_formats(table, dtype), device, beat)
+    tensors = load_tensors(checkpoint.tensors, table, plain_formats(table, dtype), device, beat)
     return assemble_encoder(config, tensors, beat)

@@ -144,7 +144,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (rows, choices), inputs, outputs, index = plan.weights_TK.shape, x.shape[1], out.shape[-1], weight.index
     assert weight.inputs == inputs
-    assert weight.outputs == len(plan.ends_E) * outputs * (2 if gated else 1)
+    assert weight.outputs == len(plan.ends_H) * outputs * (2 if gated else 1)
     assert outputs % tiling.block_n == 0
     assert tiling.block_n % GROUP_OUTPUTS == 0
     assert plan.rows <= BF12_TILE_ROWS_MAX
@@ -157,7 +157,7 @@ def _launch(
     tiles = len(plan.tiles_L2)
     _multiply[(tiles * (outputs // tiling.block_n), tiling.parts)](
         x, weight.words_NW, index.scales_N, index.firsts_G, index.places_E, index.values_E, out,
-        plan.weights_TK if added is None else added, plan.order_S, plan.ends_E, plan.tiles_L2, plan.weights_TK, rows,
+        plan.weights_TK if added is None else added, plan.order_S, plan.ends_H, plan.tiles_L2, plan.weights_TK, rows,
         outputs, inputs, weight.words_NW.shape[1], tiles, tiling.parts, 0 if added is None else len(added), C=choices,
         GATED=gated, WEIGH_INPUTS=gated and weigh, WEIGH_OUTPUTS=not gated and weigh, INLINE=inline(x.device),
         LANES=lanes_of(inputs), JOINED=tiling.joined, BLOCK_T=plan.rows, BLOCK_N=tiling.block_n,

@@ -229,7 +229,7 @@ def _launch(
         rows, choices, tiles, tile_rows = len(x.rows), 1, triton.cdiv(len(x.rows), plan), plan
     else:
         (rows, choices), tiles, tile_rows = plan.weights_TK.shape, len(plan.tiles_L2), plan.rows
-        lists = (plan.order_S, plan.ends_E, plan.tiles_L2, plan.weights_TK)
+        lists = (plan.order_S, plan.ends_H, plan.tiles_L2, plan.weights_TK)
     assert weights.weight.shape[1] == inputs
     assert len(weights.weight) % (2 * outputs if gated else outputs) == 0
     assert weights.bias is None or len(weights.bias) == len(weights.weight)

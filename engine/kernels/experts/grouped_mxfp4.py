@@ -226,7 +226,7 @@ def _launch(
     tiles = len(plan.tiles_L2)
     _multiply[tiles * triton.cdiv(outputs, tiling.block_n), tiling.parts](
         x, weight.pairs_NH, weight.exponents_NB, x if bias_S is None else bias_S, out, x if added is None else added,
-        plan.order_S, plan.ends_E, plan.tiles_L2, plan.weights_TK, rows, outputs, inputs, tiles, tiling.parts,
+        plan.order_S, plan.ends_H, plan.tiles_L2, plan.weights_TK, rows, outputs, inputs, tiles, tiling.parts,
         0 if added is None else len(added), limit, C=choices, GATED=gated, LIMITED=limit > 0, BIASED=bias_S is not None,
         WEIGH_INPUTS=gated and weigh, WEIGH_OUTPUTS=not gated and weigh, SUMS=plan.rows <= _SUMS_ROWS_MAX,
         INLINE=x.is_cuda and x.dtype is torch.bfloat16, BLOCK_T=plan.rows, BLOCK_N=tiling.block_n,

@@ -3,9 +3,10 @@ the rows choose, so that a CUDA graph can hold them.
 
 The list has an entry for each row and choice, row · K + choice, put together by expert in the order of rows. It is cut
 into tiles of entries of one expert. Up to 32 rows are chosen for and listed by one program; of more, a second kernel
-lists what the first one counted, block by block.
+lists what the first one counted, block by block. Where a rank has some experts alone, it lists their entries alone,
+and says which are absent: experts are numbered from its first one on.
 
-T rows, E experts, K of them chosen for each row, P parts of the logits, S = T · K entries.
+T rows, E experts, H of them listed, K of them chosen for each row, P parts of the logits, S = T · K entries.
 """
 
 from dataclasses import dataclass
@@ -32,28 +33,32 @@ _KIND: Final = {RouterScores.SOFTMAX: 0, RouterScores.SOFTMAX_OF_CHOSEN: 1, Rout
 class ExpertPlan:
     """What the matmuls of one mixture go by. Everything is int32 but the weights.
 
-    order_S   the entries, by expert.
-    ends_E    where each expert's end.
-    tiles_L2  of each tile its expert, −1 from the last one on, and its first entry's place in the order.
-    rows      of a tile at most.
+    order_S    the entries, by expert.
+    ends_H     where each expert's end.
+    tiles_L2   of each tile its expert, −1 from the last one on, and its first entry's place in the order.
+    rows       of a tile at most.
+    absent_TK  1 for each choice whose expert is not listed; None: all are.
     """
 
     weights_TK: Tensor  # float32
     order_S: Tensor
-    ends_E: Tensor
+    ends_H: Tensor
     tiles_L2: Tensor
     rows: int
+    absent_TK: Tensor | None = None
 
     @classmethod
-    def make(cls, rows: int, rule: RoutingRule, tile_rows: int, device: torch.device) -> Self:
-        """Memory for a plan of so many rows, which nobody has written yet."""
-        entries = rows * rule.chosen
+    def make(cls, rows: int, rule: RoutingRule, tile_rows: int, device: torch.device, listed: int) -> Self:
+        """Memory for a plan of so many rows and listed experts, which nobody has written yet."""
+        entries = rows * min(rule.chosen, listed)
+        absent_TK = torch.empty(rows, rule.chosen, dtype=torch.int32, device=device)
         return cls(
             torch.empty(rows, rule.chosen, dtype=torch.float32, device=device),
             torch.empty(entries, dtype=torch.int32, device=device),
-            torch.empty(rule.experts, dtype=torch.int32, device=device),
-            torch.empty(tiles_most(entries, rule.experts, tile_rows), 2, dtype=torch.int32, device=device),
+            torch.empty(listed, dtype=torch.int32, device=device),
+            torch.empty(tiles_most(entries, listed, tile_rows), 2, dtype=torch.int32, device=device),
             tile_rows,
+            absent_TK if listed < rule.experts else None,
         )
 
 
@@ -89,10 +94,17 @@ def _within_best_groups(choice, E: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GR
 
 
 @triton.jit
-def _write_tiles(counts, starts, ends, tiles, tiles_count, E: tl.constexpr, TILE: tl.constexpr):
-    """The experts' ends, and all tiles."""
+def _is_listed(experts, first_expert, H: tl.constexpr):
+    return (experts >= first_expert) & (experts < first_expert + H)
+
+
+@triton.jit
+def _write_tiles(
+    counts, starts, ends, tiles, tiles_count, first_expert, E: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr
+):
+    """The listed experts' ends, and all tiles."""
     experts = tl.arange(0, counts.shape[0])
-    tl.store(ends + experts, starts + counts, mask=experts < E)
+    tl.store(ends + experts - first_expert, starts + counts, mask=_is_listed(experts, first_expert, H))
     own = (counts + TILE - 1) // TILE
     last = tl.cumsum(own, 0)
     for first in range(0, tiles_count, _TILES_AT_ONCE):
@@ -101,15 +113,15 @@ def _write_tiles(counts, starts, ends, tiles, tiles_count, E: tl.constexpr, TILE
         mine = experts[None, :] == expert[:, None]
         start = tl.sum(tl.where(mine, starts[None, :] + (tile[:, None] - (last - own)[None, :]) * TILE, 0), 1)
         there = tile < tiles_count
-        tl.store(tiles + 2 * tile, tl.where(expert < E, expert, -1), mask=there)
+        tl.store(tiles + 2 * tile, tl.where(expert < E, expert - first_expert, -1), mask=there)
         tl.store(tiles + 2 * tile + 1, start, mask=there)
 
 
-@triton.jit(do_not_specialize=["T", "tiles_count"])
+@triton.jit(do_not_specialize=["T", "tiles_count", "first_expert"])
 def _route(
-    logits, bias, count, ids, weights, counts, ends, order, tiles, T, tiles_count, part_stride,
-    P: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, KIND: tl.constexpr,
-    NORMED: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
+    logits, bias, count, ids, weights, counts, ends, order, tiles, absent, T, tiles_count, first_expert, part_stride,
+    P: tl.constexpr, E: tl.constexpr, H: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    KIND: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     release()
@@ -159,33 +171,39 @@ def _route(
     inside = (rows < T)[:, None] & (columns < K)
     tl.store(weights + rows[:, None] * K + columns, weights_own * SCALE, mask=inside)
     chosen = chosen & (rows < T)[:, None]
+    if H < E:
+        listed = _is_listed(ids_own, first_expert, H)
+        tl.store(absent + rows[:, None] * K + columns, (~listed).to(tl.int32), mask=inside)
+        chosen = chosen & _is_listed(experts, first_expert, H)[None, :]
     own = tl.sum(chosen.to(tl.int32), 0)
     if ALONE:
         starts = tl.cumsum(own, 0) - own
-        _place(chosen, ids_own, starts, order, rows, T, K, KP)
-        _write_tiles(own, starts, ends, tiles, tiles_count, E, TILE)
+        _place(chosen, ids_own, starts, order, rows, T, first_expert, H, K, KP)
+        _write_tiles(own, starts, ends, tiles, tiles_count, first_expert, E, H, TILE)
     else:
         tl.store(ids + rows[:, None] * K + columns, ids_own, mask=inside)
         tl.store(counts + block * EP + experts, own)
 
 
 @triton.jit
-def _place(chosen, ids, base, order, rows, T, K: tl.constexpr, KP: tl.constexpr):
-    """Puts a block's entries where they belong. Before each expert's come `base` entries: all of experts before it,
-    and its own of blocks before this one."""
+def _place(
+    chosen, ids, base, order, rows, T, first_expert, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
+):  # fmt: skip
+    """Puts a block's entries of listed experts where they belong. Before each expert's come `base` entries: all of
+    experts before it, and its own of blocks before this one."""
     experts = tl.arange(0, chosen.shape[1])
     places = base[None, :] + tl.cumsum(chosen.to(tl.int32), 0) - 1
     columns = tl.arange(0, KP)[None, :]
     for column in tl.static_range(K):
         own = tl.sum(tl.where(columns == column, ids, 0), 1)
         place = tl.sum(tl.where(experts[None, :] == own[:, None], places, 0), 1)
-        tl.store(order + place, rows * K + column, mask=rows < T)
+        tl.store(order + place, rows * K + column, mask=(rows < T) & _is_listed(own, first_expert, H))
 
 
-@triton.jit(do_not_specialize=["T", "tiles_count", "blocks"])
+@triton.jit(do_not_specialize=["T", "tiles_count", "first_expert", "blocks"])
 def _list_blocks(
-    ids, counts, ends, order, tiles, T, tiles_count, blocks, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr,
-    KP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    ids, counts, ends, order, tiles, T, tiles_count, first_expert, blocks, E: tl.constexpr, H: tl.constexpr,
+    EP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     release()
     block = tl.program_id(0)
@@ -208,40 +226,44 @@ def _list_blocks(
         own = tl.sum(tl.where(columns == column, ids_own, 0), 1)
         chosen = chosen | (experts[None, :] == own[:, None])
     chosen = chosen & (rows < T)[:, None]
-    _place(chosen, ids_own, starts + before, order, rows, T, K, KP)
+    _place(chosen, ids_own, starts + before, order, rows, T, first_expert, H, K, KP)
     if block == 0:
-        _write_tiles(total, starts, ends, tiles, tiles_count, E, TILE)
+        _write_tiles(total, starts, ends, tiles, tiles_count, first_expert, E, H, TILE)
 
 
 def route(
-    logits_PTE: Tensor, count: Tensor, rule: RoutingRule, choice_bias_E: Tensor | None, tile_rows: int
-) -> ExpertPlan:
-    """Chooses each row's experts as reference.route does, and lists them in tiles of `tile_rows`. `count`, int32 on the
-    device, is how many of the rows there are; those behind them choose as the first."""
+    logits_PTE: Tensor, count: Tensor, rule: RoutingRule, choice_bias_E: Tensor | None, tile_rows: int,
+    own: range | None = None,
+) -> ExpertPlan:  # fmt: skip
+    """Chooses each row's experts as reference.route does, and lists them in tiles of `tile_rows`, those that are `own`
+    alone, which are numbered from 0; None: all. `count`, int32 on the device, is how many of the rows there are; those
+    behind them choose as the first."""
     parts, rows, experts = logits_PTE.shape
     assert experts == rule.experts
     assert logits_PTE.stride()[1:] == (experts, 1)
     assert count.dtype == torch.int32
     assert rule.groups == 1 or experts & (experts - 1) == 0, "groups are of powers of two"
     device = logits_PTE.device
-    plan = ExpertPlan.make(rows, rule, tile_rows, device)
+    own = own or range(experts)
+    plan = ExpertPlan.make(rows, rule, tile_rows, device, len(own))
     blocks, width = triton.cdiv(rows, BLOCK_ROWS), max(2, triton.next_power_of_2(experts))
     columns = triton.next_power_of_2(rule.chosen)
     alone = blocks == 1
     ids_TK = torch.empty(1 if alone else rows, rule.chosen, dtype=torch.int32, device=device)
     counts_BE = torch.empty(1 if alone else blocks, width, dtype=torch.int32, device=device)
-    listed = (plan.ends_E, plan.order_S, plan.tiles_L2, rows, len(plan.tiles_L2))
+    lists, sizes = (plan.ends_H, plan.order_S, plan.tiles_L2), (rows, len(plan.tiles_L2), own.start)
+    absent_TK = ids_TK if plan.absent_TK is None else plan.absent_TK
     block = BLOCK_ROWS if not alone else max(2, triton.next_power_of_2(rows))
     _route[(blocks,)](
         logits_PTE, logits_PTE if choice_bias_E is None else choice_bias_E, count, ids_TK, plan.weights_TK, counts_BE,
-        *listed, logits_PTE.stride(0), P=parts, E=experts, EP=width, K=rule.chosen, KP=columns,
-        KIND=_KIND[rule.scores], NORMED=rule.normed, SCALE=rule.scale, BIASED=choice_bias_E is not None,
-        GROUPS=rule.groups, CHOSEN_GROUPS=rule.chosen_groups, TILE=tile_rows, ALONE=alone, BLOCK=block,
-        num_warps=warps_for(block, width), launch_pdl=supports_pdl(device),
+        *lists, absent_TK, *sizes, logits_PTE.stride(0), P=parts, E=experts, H=len(own), EP=width,
+        K=rule.chosen, KP=columns, KIND=_KIND[rule.scores], NORMED=rule.normed, SCALE=rule.scale,
+        BIASED=choice_bias_E is not None, GROUPS=rule.groups, CHOSEN_GROUPS=rule.chosen_groups,
+        TILE=tile_rows, ALONE=alone, BLOCK=block, num_warps=warps_for(block, width), launch_pdl=supports_pdl(device),
     )  # fmt: skip
     if not alone:
         _list_blocks[(blocks,)](
-            ids_TK, counts_BE, *listed, blocks, E=experts, EP=width, K=rule.chosen, KP=columns, TILE=tile_rows,
-            BLOCK=BLOCK_ROWS, num_warps=4, launch_pdl=supports_pdl(device),
+            ids_TK, counts_BE, *lists, *sizes, blocks, E=experts, H=len(own), EP=width, K=rule.chosen, KP=columns,
+            TILE=tile_rows, BLOCK=BLOCK_ROWS, num_warps=4, launch_pdl=supports_pdl(device),
         )  # fmt: skip
     return plan

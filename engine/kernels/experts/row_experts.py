@@ -97,11 +97,19 @@ def _row(x, inputs, K, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _own(expert, first, held, steps):
+    """The expert's number among those held, and how many steps it takes: none where others have it."""
+    own = expert - first
+    there = (own >= 0) & (own < held)
+    return tl.where(there, own, 0), tl.where(there, steps, 0)
+
+
+@triton.jit(do_not_specialize=["first", "held"])
 def _gate_row(
-    x, logits, choice_bias, w, bias, out, ids, weights, part_stride, N, K, limit, P: tl.constexpr, E: tl.constexpr,
-    EP: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr,
+    x, logits, choice_bias, w, bias, out, ids, weights, part_stride, N, K, first, held, limit, P: tl.constexpr,
+    E: tl.constexpr, EP: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, NORMED: tl.constexpr, SCALE: tl.constexpr,
     CHOICE_BIASED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr, WEIGH: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    MASKED: tl.constexpr, SOME: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -112,10 +120,13 @@ def _gate_row(
     if tl.program_id(1) == 0:
         tl.store(ids + choice, expert)
         tl.store(weights + choice, weight)
-    lines = expert.to(tl.int64) * (2 * N) + tl.minimum(outputs, N - 1)  # others are not stored
+    own, steps = expert, tl.cdiv(K, BLOCK_K)
+    if SOME:
+        own, steps = _own(expert, first, held, steps)
+    lines = own.to(tl.int64) * (2 * N) + tl.minimum(outputs, N - 1)  # others are not stored
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     total_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+    for step in tl.range(0, steps, num_stages=STAGES):
         inputs = step * BLOCK_K + tl.arange(0, BLOCK_K)
         values = _row(x, inputs, K, MASKED)
         total += _weights(w, lines, inputs, K, MASKED) * values
@@ -132,17 +143,20 @@ def _gate_row(
     tl.store(out + choice * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
 
 
-@triton.jit(do_not_specialize=["added_parts"])
+@triton.jit(do_not_specialize=["first", "held", "added_parts"])
 def _multiply_row(
-    x, w, bias, added, out, ids, weights, N, K, added_parts, BIASED: tl.constexpr, WEIGH: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    x, w, bias, added, out, ids, weights, N, K, first, held, added_parts, BIASED: tl.constexpr, WEIGH: tl.constexpr,
+    MASKED: tl.constexpr, SOME: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait()
-    lines = tl.load(ids + choice).to(tl.int64) * N + tl.minimum(outputs, N - 1)  # others are not stored
+    own, steps = tl.load(ids + choice), tl.cdiv(K, BLOCK_K)
+    if SOME:
+        own, steps = _own(own, first, held, steps)
+    lines = own.to(tl.int64) * N + tl.minimum(outputs, N - 1)  # others are not stored
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in tl.range(0, tl.cdiv(K, BLOCK_K), num_stages=STAGES):
+    for step in tl.range(0, steps, num_stages=STAGES):
         inputs = step * BLOCK_K + tl.arange(0, BLOCK_K)
         total += _weights(w, lines, inputs, K, MASKED) * _row(x + choice * K, inputs, K, MASKED)
     release()
@@ -151,6 +165,8 @@ def _multiply_row(
         y += tl.load(bias + lines).to(tl.float32)
     if WEIGH:
         y *= tl.load(weights + choice)
+    if SOME:
+        y = tl.where(steps > 0, y, 0.0)
     if choice == 0:
         for part in range(added_parts):
             y += tl.load(added + part * N + outputs, mask=outputs < N, other=0.0).to(tl.float32)
@@ -162,7 +178,8 @@ def gate_row(
     limit: float, out_CN: Tensor, tiling: RowTiling = GATED_ROW,
 ) -> RowChoice:  # fmt: skip
     """Chooses the row's experts as reference.route does, which has no groups of them, and gives what becomes of gate
-    and up in each, in the order of choices. Weights multiply the row where the rule has it so."""
+    and up in each, in the order of choices. Weights multiply the row where the rule has it so. Where there are some of
+    the experts alone, what others give is not to be read."""
     parts, _, experts = logits_P1E.shape
     (chosen, outputs), inputs = out_CN.shape, x_1K.shape[1]
     assert experts == rule.experts <= ROW_EXPERTS_MAX
@@ -170,7 +187,9 @@ def gate_row(
     assert chosen == rule.chosen
     assert logits_P1E.shape[1] == len(x_1K) == 1
     assert logits_P1E.stride(2) == 1
-    assert weights.weight.shape == (experts * 2 * outputs, inputs)
+    held = len(weights.weight) // (2 * outputs)
+    assert weights.weight.shape == (held * 2 * outputs, inputs)
+    assert weights.first + held <= experts
     assert weights.scales is None
     for each in (x_1K, weights.weight, out_CN):
         assert each.is_contiguous()
@@ -181,21 +200,21 @@ def gate_row(
     _gate_row[chosen, triton.cdiv(outputs, tiling.block_n)](
         x_1K, logits_P1E, x_1K if choice_bias_E is None else choice_bias_E, weights.weight,
         x_1K if weights.bias is None else weights.bias, out_CN, choice.ids_C, choice.weights_C, logits_P1E.stride(0),
-        outputs, inputs, limit, P=parts, E=experts, EP=max(2, triton.next_power_of_2(experts)), C=chosen,
-        KIND=_KIND[rule.scores], NORMED=rule.normed, SCALE=rule.scale, CHOICE_BIASED=choice_bias_E is not None,
-        LIMITED=limit > 0, BIASED=weights.bias is not None, WEIGH=rule.scales_inputs,
-        MASKED=bool(inputs % tiling.block_k), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages,
-        num_warps=tiling.warps, launch_pdl=supports_pdl(x_1K.device),
+        outputs, inputs, weights.first, held, limit, P=parts, E=experts, EP=max(2, triton.next_power_of_2(experts)),
+        C=chosen, KIND=_KIND[rule.scores], NORMED=rule.normed, SCALE=rule.scale,
+        CHOICE_BIASED=choice_bias_E is not None, LIMITED=limit > 0, BIASED=weights.bias is not None,
+        WEIGH=rule.scales_inputs, MASKED=bool(inputs % tiling.block_k), SOME=held < experts, BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k, STAGES=tiling.stages, num_warps=tiling.warps, launch_pdl=supports_pdl(x_1K.device),
     )  # fmt: skip
     return choice
 
 
 def multiply_row(
     x_CK: Tensor, choice: RowChoice, weights: ExpertWeights, added_P1N: Tensor | None, weigh_outputs: bool,
-    out_C1N: Tensor, tiling: RowTiling = ROW,
+    out_C1N: Tensor, tiling: RowTiling = ROW, some: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into parts [C, 1, N]: each choice's row, times its weight where `weigh_outputs`. What is `added` is part of the
-    first choice's."""
+    first choice's. `some`: there may be choices of other experts, which give zeros."""
     (chosen, inputs), outputs = x_CK.shape, out_C1N.shape[2]
     assert out_C1N.shape == (chosen, 1, outputs)
     assert weights.weight.shape[1] == inputs
@@ -206,8 +225,9 @@ def multiply_row(
     _multiply_row[chosen, triton.cdiv(outputs, tiling.block_n)](
         x_CK, weights.weight, x_CK if weights.bias is None else weights.bias,
         x_CK if added_P1N is None else added_P1N, out_C1N, choice.ids_C, choice.weights_C, outputs, inputs,
-        0 if added_P1N is None else len(added_P1N), BIASED=weights.bias is not None, WEIGH=weigh_outputs,
-        MASKED=bool(inputs % tiling.block_k), BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages,
-        num_warps=tiling.warps, launch_pdl=supports_pdl(x_CK.device),
+        weights.first, len(weights.weight) // outputs, 0 if added_P1N is None else len(added_P1N),
+        BIASED=weights.bias is not None, WEIGH=weigh_outputs,
+        MASKED=bool(inputs % tiling.block_k), SOME=some, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        STAGES=tiling.stages, num_warps=tiling.warps, launch_pdl=supports_pdl(x_CK.device),
     )  # fmt: skip
     return out_C1N

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.bf12.codec import choose_bases, encode, stack_matrices
 from engine.kernels.experts import grouped_bf12, grouped_linear, reference
+from engine.kernels.experts.absent_experts import fill_absent
 from engine.kernels.experts.grouped_bf12 import GroupedBf12Tiling
 from engine.kernels.experts.grouped_linear import ExpertRows, ExpertWeights, GroupedTiling
 from engine.kernels.experts.route import ExpertPlan, route, tiles_most
@@ -44,7 +45,7 @@ def counted(rows: int) -> Tensor:
 def ids_of(plan: ExpertPlan) -> Tensor:
     """Each row's experts, as the plan lists them, in order."""
     rows, choices = plan.weights_TK.shape
-    expert_S = torch.bucketize(torch.arange(rows * choices), plan.ends_E.cpu(), right=True)
+    expert_S = torch.bucketize(torch.arange(rows * choices), plan.ends_H.cpu(), right=True)
     ids = torch.full((rows * choices,), -1)
     ids[plan.order_S.cpu().long()] = expert_S
     return ids.view(rows, choices)
@@ -53,15 +54,19 @@ def ids_of(plan: ExpertPlan) -> Tensor:
 def check_tiles(plan: ExpertPlan) -> None:
     """Every entry lies in exactly one tile, of its own expert, and tiles end where the experts do."""
     seen = []
-    tiles, ends = plan.tiles_L2.tolist(), plan.ends_E.tolist()
+    tiles, ends = plan.tiles_L2.tolist(), plan.ends_H.tolist()
+    order = plan.order_S.tolist()[: ends[-1]]
     listed = [tile for tile in tiles if tile[0] >= 0]
     assert tiles[: len(listed)] == listed
     for expert, first in listed:
         start = ends[expert - 1] if expert else 0
         assert start <= first < ends[expert]
         seen += range(first, min(first + plan.rows, ends[expert]))
-    assert sorted(seen) == list(range(len(plan.order_S)))
-    assert sorted(plan.order_S.tolist()) == seen
+    assert sorted(seen) == list(range(len(order)))
+    assert len(set(order)) == len(order) <= len(plan.order_S)
+    assert all(expert == -1 for expert, _ in tiles[len(listed) :])
+    if plan.absent_TK is None:
+        assert sorted(order) == list(range(plan.weights_TK.numel()))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 32, 33, 100])
@@ -99,6 +104,26 @@ def test_rows_behind_the_steps_own_choose_as_the_first_one(rows: int) -> None:
     plan = route(logits_PTE, counted(rows - 5), rule, None, TILE)
     logits_PTE[0, rows - 5 :] = logits_PTE[0, 0]
     assert torch.equal(ids_of(plan), reference.route(logits_PTE[0], rule)[0].cpu())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 32, 33, 100])
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].experts % 2 == 0])
+def test_a_rank_lists_its_own_experts_and_says_which_choices_are_absent(name: str, rows: int) -> None:
+    rule = RULES[name]
+    logits_PTE = random(2, rows, rule.experts, seed=3)
+    ids_TK, weights_TK = (routed.cpu() for routed in reference.route(logits_PTE.sum(0), rule))
+    for own in (range(rule.experts // 2), range(rule.experts // 2, rule.experts)):
+        plan = route(logits_PTE, counted(rows), rule, None, TILE, own)
+        entries = plan.ends_H.tolist()[-1]
+        wanted = ((ids_TK >= own.start) & (ids_TK < own.stop)).flatten().nonzero().flatten().tolist()
+        assert sorted(plan.order_S.tolist()[:entries]) == wanted
+        for place, entry in enumerate(plan.order_S.tolist()[:entries]):
+            expert = int(torch.bucketize(torch.tensor(place), plan.ends_H.cpu(), right=True))
+            assert expert + own.start == ids_TK.flatten()[entry]
+        assert plan.absent_TK is not None
+        assert plan.absent_TK.flatten().tolist() == [int(entry not in wanted) for entry in range(ids_TK.numel())]
+        assert error(plan.weights_TK, weights_TK.to(DEVICE)) < 1e-6
+        check_tiles(plan)
 
 
 @pytest.mark.parametrize(("entries", "experts"), [(1, 8), (7, 8), (8, 8), (100, 8), (4096, 128)])
@@ -163,6 +188,46 @@ def test_experts_compute_what_they_do_in_float64(name: str, limit: float, choice
         0
     )
     assert error(parts_PTN.double().sum(0), wanted) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["Mixtral's", "Llama 4's", "gpt-oss's", "all experts"])
+def test_ranks_with_whole_experts_give_parts_of_the_same_sum(name: str, choice: str, rows: int) -> None:
+    """All rows may be another rank's: then a rank gives zeros, and what is added to the first choice."""
+    rule, hidden, inner = RULES[name], 40, 24
+    x_TK, added = random(rows, hidden, seed=1), random(2, rows, hidden, seed=9)
+    gate_up = random(rule.experts * 2 * inner, hidden, seed=2) * hidden**-0.5
+    down = random(rule.experts * hidden, inner, seed=3) * inner**-0.5
+    biases = random(len(gate_up), seed=7), random(len(down), seed=8)
+    logits_TE = CHOICES[choice](rows, rule.experts)
+    tilings = GroupedTiling(16, 32, 1, 2, 4), GroupedTiling(16, 16, 2, 2, 4)
+    ids_TK, _ = reference.route(logits_TE, rule)
+    parts = []
+    for own in (range(rule.experts // 2), range(rule.experts // 2, rule.experts)):
+        stacks = [
+            ExpertWeights(*(each.chunk(2)[own.start > 0].contiguous() if each is not None else None for each in stack))
+            for stack in ((gate_up, None, biases[0]), (down, None, biases[1]))
+        ]
+        plan = route(logits_TE[None], counted(rows), rule, None, TILE, own)
+        inner_SI = grouped_linear.multiply_gated(
+            ExpertRows(x_TK), stacks[0], plan, tilings[0], 0.6, rule.scales_inputs,
+            poisoned(len(plan.order_S), inner),
+        )  # fmt: skip
+        out_PTN, more = poisoned(rule.chosen * 2, rows, hidden), None if own.start else added
+        grouped_linear.multiply(
+            ExpertRows(inner_SI), stacks[1], plan, tilings[1], more, not rule.scales_inputs, out_PTN
+        )
+        fill_absent(plan, more, out_PTN)
+        absent_CT = ((ids_TK < own.start) | (ids_TK >= own.stop)).T
+        given_CTN = out_PTN.view(rule.chosen, 2, rows, hidden).sum(1)
+        if more is not None:
+            given_CTN[0] -= more.sum(0)
+        assert given_CTN[absent_CT].abs().max().item() < 1e-6 if absent_CT.any() else True
+        parts.append(out_PTN.double().sum(0))
+    routed = reference.route(logits_TE, rule)
+    wanted = expected(x_TK, gate_up, down, biases, rule, 0.6, routed) + added.double().sum(0)
+    assert error(parts[0] + parts[1], wanted) < 1e-6
 
 
 @pytest.mark.parametrize("choice", CHOICES)

@@ -100,6 +100,36 @@ def test_odd_sizes_biases_limits_and_what_is_added(hidden: int, inner: int, limi
     check_mixture(RULES["gpt-oss's"], hidden, inner, torch.float32, limit, biased=True, added=added)
 
 
+def part_of(stack: Tensor, rule: RoutingRule, own: range) -> Tensor:
+    return stack.unflatten(0, (rule.experts, -1))[own.start : own.stop].flatten(0, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", RULES)
+def test_ranks_with_whole_experts_give_a_row_parts_of_the_same_sum(name: str, seed: int) -> None:
+    """Whatever of its choices another rank has: what that gives is zero, and what is added is there."""
+    rule, hidden, inner = RULES[name], 90, 40
+    gate_up, down = matrices(rule, hidden, inner, torch.float32)
+    biases = random(len(gate_up), seed=6), random(len(down), seed=7)
+    x_1K, logits_P1E = random(1, hidden, seed=3), random(2, 1, rule.experts, seed=seed)
+    added_P1N, parts = random(2, 1, hidden, seed=5), []
+    halves = range(rule.experts // 2), range(rule.experts // 2, rule.experts)
+    for own in (range(rule.experts), *halves):
+        inner_CI, out_C1N = poisoned(rule.chosen, inner), poisoned(rule.chosen, 1, hidden)
+        up, out = (
+            ExpertWeights(part_of(weight, rule, own), None, part_of(bias, rule, own), own.start)
+            for weight, bias in zip((gate_up, down), biases, strict=True)
+        )
+        choice = gate_row(x_1K, logits_P1E, rule, None, up, 0.6, inner_CI, TILING)
+        some, more = len(own) < rule.experts, None if own is halves[1] else added_P1N
+        multiply_row(inner_CI, choice, out, more, not rule.scales_inputs, out_C1N, TILING, some)
+        for place, expert in enumerate(choice.ids_C.tolist()):
+            wanted = added_P1N.sum(0) if more is not None and place == 0 else torch.zeros(1, hidden, device=DEVICE)
+            assert expert in own or torch.equal(out_C1N[place], wanted)
+        parts.append(out_C1N)
+    assert error(parts[1] + parts[2], parts[0].double()) < 1e-6
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(

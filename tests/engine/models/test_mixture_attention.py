@@ -85,7 +85,7 @@ def made(
     save_file(tensors, folder / "model.safetensors")
     table = family.attention(config, index, "", "")
     formats = plain_formats(table, torch.float32)
-    loaded = load_tensors(Checkpoint(folder), table, formats, torch.device("cpu"), lambda: None)
+    loaded = load_tensors(Checkpoint(folder).tensors, table, formats, torch.device("cpu"), lambda: None)
     x_TH = torch.randn(TOKENS, 64, generator=generator)
     positions = torch.arange(TOKENS)
     seen_TL = positions[None] <= positions[:, None]

@@ -66,7 +66,7 @@ def read(folder: Path, device: torch.device = GPU) -> dict[str, Tensor]:
     checkpoint.require(TABLE, lambda name: False)
     formats = select_formats(TABLE, checkpoint.tensors, torch.bfloat16, device)
     with torch.inference_mode():
-        return load_tensors(checkpoint, TABLE, formats, CPU, lambda: None)
+        return load_tensors(checkpoint.tensors, TABLE, formats, CPU, lambda: None)
 
 
 def numbers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -322,7 +322,7 @@ def test_an_escape_that_is_too_large_for_float16_is_refused(file: Path) -> None:
     checkpoint = Checkpoint(file.parent)
     formats = select_formats(TABLE, checkpoint.tensors, torch.float16, GPU)
     with pytest.raises(CheckpointError, match=r"wide, stored as BF12, has 1 values .* as torch\.float16"):
-        load_tensors(checkpoint, TABLE, formats, CPU, lambda: None)
+        load_tensors(checkpoint.tensors, TABLE, formats, CPU, lambda: None)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.kernels.experts import grouped_mxfp4
@@ -74,17 +75,7 @@ def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.usefixtures("inference")
 def test_gpt_oss_in_4_bits_is_what_the_reference_library_makes_of_it(tmp_path: Path) -> None:
     reference = reference_model("gpt-oss", intermediate_size=32)
-    folder = saved(reference, tmp_path)
-
-    def pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            blocks, scales = packed(tensors.pop(name))
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            expanded = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            reference.get_parameter(name).copy_(expanded)
-        return tensors
-
-    rewrite(folder, pack, quantization_config={"quant_method": "mxfp4"})
+    folder = write_packed(tmp_path, reference)
     with torch.no_grad():
         wanted_V = reference(torch.tensor([IDS])).logits[0, -1]
     assert (answer(folder) - wanted_V).abs().max() < 1e-4
@@ -92,12 +83,17 @@ def test_gpt_oss_in_4_bits_is_what_the_reference_library_makes_of_it(tmp_path: P
     assert report.numbers == sum(parameter.numel() for parameter in reference.parameters())
 
 
-def write_packed(folder: Path) -> Path:
-    folder = saved(reference_model("gpt-oss", intermediate_size=64, hidden_size=128), folder)
+def write_packed(folder: Path, reference: PreTrainedModel | None = None) -> Path:
+    """A small gpt-oss in 4 bits. A `reference` that is given gets the numbers that these are."""
+    model = reference or reference_model("gpt-oss", intermediate_size=64, hidden_size=128)
+    folder = saved(model, folder)
 
     def pack(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(tensors.pop(name))
+            blocks, scales = packed(tensors.pop(name))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            with torch.no_grad():
+                model.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
         return tensors
 
     rewrite(folder, pack, quantization_config={"quant_method": "mxfp4"})
@@ -114,8 +110,8 @@ def test_on_gpus_4_bits_stay_4_bits_of_the_same_numbers_whole_and_cut(tmp_path: 
         {entry.parameter: source.formats[entry.parameter] for entry in table} for source in (kept, plain)
     )
     assert {type(each) for each in formats.values()} == {Mxfp4Format}
-    tensors = load_tensors(checkpoint, table, formats, CPU, lambda: None)
-    wanted = load_tensors(checkpoint, table, numbers_of, CPU, lambda: None)
+    tensors = load_tensors(checkpoint.tensors, table, formats, CPU, lambda: None)
+    wanted = load_tensors(checkpoint.tensors, table, numbers_of, CPU, lambda: None)
     for name, numbers in wanted.items():
         assert torch.equal(expanded(tensors, name), numbers)
         whole, inputs = formats[name], numbers.shape[1]
@@ -149,7 +145,7 @@ def test_a_power_of_two_that_is_no_number_is_refused_by_name(tmp_path: Path) -> 
     rewrite(folder, spoil)
     kept = WeightSource.open(folder, read_decoder_config(folder), torch.bfloat16, torch.device("cuda"), False)
     with pytest.raises(CheckpointError, match=f"{re.escape(name)} has 1 powers of two"):
-        load_tensors(Checkpoint(folder), kept.table, kept.formats, CPU, lambda: None)
+        load_tensors(Checkpoint(folder).tensors, kept.table, kept.formats, CPU, lambda: None)
 
 
 def test_every_4_bit_number_is_expanded_as_the_format_says() -> None:

@@ -263,7 +263,7 @@ def test_a_gpu_gets_the_same_bits_as_a_cpu(
     assert planned.checkpoint is not None
     with torch.inference_mode():
         here, there = (
-            load_tensors(planned.checkpoint, planned.table, planned.formats, device, lambda: None)
+            load_tensors(planned.checkpoint.tensors, planned.table, planned.formats, device, lambda: None)
             for device in (CPU, gpu)
         )
     assert here.keys() == there.keys()
