@@ -110,9 +110,16 @@ class ModelGeometry(NamedTuple):
         return 2 * self.kv_heads * self.head_width * sum(min(tokens, window or tokens) for window in self.windows)
 
     def most_ranks(self, config: Mapping[str, Any]) -> int:
-        """The largest number that divides all that ranks share: heads, and the width of each kind of MLP."""
+        """The largest number that divides all that ranks share: heads, the width of each kind of MLP, and of experts
+        their width or their number."""
         mlps = _mlps(config, self.layers) or (Mlps(1, 0, 1),)
-        return math.gcd(self.heads, self.kv_heads, *(mlp.width for mlp in mlps))
+        ranks = math.gcd(self.heads, self.kv_heads, *(mlp.width for mlp in mlps if not mlp.are_chosen))
+        experts = [mlp for mlp in mlps if mlp.are_chosen]
+        return max((math.gcd(ranks, count) for mlp in experts for count in (mlp.width, mlp.routed)), default=ranks)
+
+    def expert_sizes(self, config: Mapping[str, Any]) -> tuple[int, int] | None:
+        """How many experts a router chooses from, and their width; None where there is none."""
+        return next(((mlp.routed, mlp.width) for mlp in _mlps(config, self.layers) if mlp.routed), None)
 
     def parameters(self, config: Mapping[str, Any]) -> int:
         """Counts the layers' linear weights, the embedding, and an untied head. Raises ModelFolderError."""
@@ -155,6 +162,11 @@ class Mlps(NamedTuple):
     each: int
     width: int
     routed: int = 0
+
+    @property
+    def are_chosen(self) -> bool:
+        """Whether a router chooses from all of them, so that ranks may have some whole."""
+        return self.each == self.routed > 0
 
 
 def _mlps(config: Mapping[str, Any], layers: int) -> tuple[Mlps, ...]:

@@ -101,7 +101,7 @@ def ranks(config: Config, entries: Sequence[ModelEntryConfig], usable: list[gpus
         yield good("ranks", f"{len(usable)} GPUs reach each other over NVLink{_rate(pairs[0])}")
     for entry, layout in layouts_on(config, entries, usable):
         if entry.stages == "auto":
-            yield good("ranks", f"{entry.name}: {layout_text(layout)}")
+            yield good("ranks", f"{entry.name}: {layout_text(config, entry, layout)}")
 
 
 def _rate(pair: gpus.GpuPair) -> str:

@@ -64,6 +64,15 @@ def test_the_experts_of_mixtures_are_counted(name: str, billions: float, ranks: 
     assert geometry.most_ranks(GEOMETRIES[name]) == ranks
 
 
+def test_experts_divide_by_their_number_where_their_width_does_not() -> None:
+    odd = GEOMETRIES["qwen3-30b"] | {"moe_intermediate_size": 767}
+    assert geometry_of(odd).most_ranks(odd) == 4
+    assert geometry_of(odd).most_ranks(odd | {"num_experts": 6}) == 2
+    assert geometry_of(odd).most_ranks(odd | {"num_experts": 7}) == 1
+    beside = GEOMETRIES["scout"] | {"intermediate_size": 8191}  # one that all rows take is as wide
+    assert geometry_of(beside).most_ranks(beside) == 1
+
+
 def test_what_is_expanded_as_it_is_loaded_is_counted_so() -> None:
     oss = GEOMETRIES["gpt-oss-20b"] | {"quantization_config": {"quant_method": "mxfp4"}}
     assert expanded_bytes(oss, on_cpu=True) == 2 * geometry_of(oss).parameters(oss)
