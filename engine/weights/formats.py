@@ -13,9 +13,12 @@ from torch import Tensor
 from engine.bf12 import shard
 from engine.bf12.codec import EscapeIndex, Escapes, index_escapes
 from engine.bf12.layout import GROUP_OUTPUTS, words_of
+from engine.layers.rank_shard import RankShard
+from engine.models.decoder_config import ModelConfig
 from engine.models.quantization import SCALE_BLOCK
-from engine.models.sharding import ParameterShard
-from engine.models.weight_names import ParameterEntry
+from engine.models.sharding import ParameterShard, shard_config, shard_parameters
+from engine.models.weight_names import ParameterEntry, decoder_entries
+from engine.protocol.expert_cut import ExpertCut, expert_cut
 from engine.weights import fp8, mxfp4
 from engine.weights.tensor_index import StoredTensor, bf12_escapes
 
@@ -216,6 +219,25 @@ def formats_to_cut(
         else _expanded(formats[parameter], dtype)
         for parameter, part in parts.items()
     }
+
+
+def choose_expert_cut(
+    config: ModelConfig, table: Sequence[ParameterEntry], formats: WeightFormats, ranks: int
+) -> ExpertCut | None:
+    """How experts are cut for so many ranks: the same on each of them. None where there are none, or they divide in
+    neither way."""
+    if config.mixture is None:
+        return None
+    experts, inner = config.mixture.rule.experts, config.mixture.intermediate
+    packed = [entry for entry in table if entry.is_of_experts and not isinstance(formats[entry.parameter], PlainFormat)]
+    keeps_format = True
+    if packed and inner % ranks == 0:
+        names = {entry.parameter for entry in packed}
+        inside = decoder_entries(shard_config(config, ranks, ExpertCut.INSIDE))
+        own = [entry for entry in inside if entry.parameter in names]
+        parts = shard_parameters(packed, own, RankShard(ranks - 1, ranks))
+        keeps_format = all(formats[parameter].cut(part) is not None for parameter, part in parts)
+    return expert_cut(ranks, experts, inner, keeps_format)
 
 
 def shard_formats(formats: WeightFormats, parts: Mapping[str, ParameterShard]) -> dict[str, WeightFormat]:

@@ -16,6 +16,7 @@ from engine.models.parameter_entries import ExpertStack, ParameterEntry, TensorS
 from engine.models.sharding import ParameterShard
 from engine.weights import fp8, mxfp4
 from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.expert_part import expert_part, source_at
 from engine.weights.formats import (
     SCALES,
     Fp8Format,
@@ -41,7 +42,7 @@ from engine.weights.tensor_index import StoredTensor
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["CheckpointError", "ModelFiles", "TensorLoad", "load_shard", "load_tensors"]
+__all__ = ["CheckpointError", "ModelFiles", "TensorLoad", "load_experts", "load_shard", "load_tensors"]
 
 _READ: Final = (".json", ".safetensors")
 Loaded = TypeVar("Loaded")
@@ -126,7 +127,7 @@ def load_shard(
     for entry in table:
         part, target, first = parts[entry.parameter], tensors[entry.parameter], 0
         for run in part.rows:
-            source, start = _source_at(entry, run.start)
+            source, start = source_at(entry, run.start)
             rows = target[first : first + len(run)]
             within = ParameterShard((range(run.start - start, run.stop - start),), part.columns)
             loads.append(TensorLoad(source, stored[source.name], rows, within))
@@ -135,14 +136,14 @@ def load_shard(
     return tensors
 
 
-def _source_at(entry: ParameterEntry, row: int) -> tuple[TensorSource, int]:
-    """The source that has a row of a parameter, and the parameter's row that it begins with."""
-    first = 0
-    for source in entry.sources:
-        if row < first + source.placed[0]:
-            return source, first
-        first += source.placed[0]
-    raise AssertionError(f"{entry.parameter} has no row {row}")
+def load_experts(
+    stored: Mapping[str, StoredTensor], table: list[ParameterEntry], parts: Mapping[str, ParameterShard],
+    formats: WeightFormats, device: torch.device, beat: Callable[[], None], into: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """As `load_tensors`, of one rank's whole experts, where the table has all. No others are read."""
+    if table:
+        own, tensors = expert_part(table, stored, parts)
+        load_tensors(tensors, own, {entry.parameter: formats[entry.parameter] for entry in own}, device, beat, into)
 
 
 def _fill(

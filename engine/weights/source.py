@@ -17,19 +17,17 @@ from engine.models.config import EncoderConfig, ModelConfig
 from engine.models.llama import DecoderParameters
 from engine.models.sharding import ParameterShard, shard_config, shard_parameters, stage_config, stage_name
 from engine.models.weight_names import ParameterEntry, decoder_entries, encoder_entries, required_tensors
-from engine.protocol.expert_cut import ExpertCut, expert_cut
 from engine.protocol.specs import ModelSpec
 from engine.vision.encoders import VisionEncoder, make_vision_encoder
 from engine.vision.families import read_vision_config, vision_entries
 from engine.weights.assembly import AnyExchange, assemble_decoder
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.expert_part import expert_part
 from engine.weights.formats import (
-    PlainFormat,
     TensorShapes,
     WeightFormats,
     allocate,
     bf12_formats_bytes,
+    choose_expert_cut,
     formats_bytes,
     formats_to_cut,
     plain_formats,
@@ -39,7 +37,7 @@ from engine.weights.formats import (
     tensor_shapes,
     uncompressed_bytes,
 )
-from engine.weights.load import load_shard, load_tensors
+from engine.weights.load import load_experts, load_shard, load_tensors
 from engine.weights.random import random_tensors
 
 _WHOLE_BYTES: Final = 1 << 30  # of parameters that a rank has whole for a moment, to take its part
@@ -152,44 +150,17 @@ class WeightSource:
         """What of the parameters is one rank's: in 12, 8 or 4 bits a number where the whole is and the cut lies between
         blocks of these, else as numbers of the model's dtype. Sums over all ranks have so many parts, as many as ranks
         unless it says otherwise. Raises CannotShard."""
-        cut = self._expert_cut(parts or shard.ranks)
-        config = shard_config(self.config, shard.ranks, cut)
-        own, whole_experts = self._entries_of(config), cut is ExpertCut.EXPERTS
-        shards = dict(shard_parameters(self.table, own, shard, cut_embedding, whole_experts))
-        whole_formats = formats_to_cut(self.formats, shards, self.dtype)
-        experts = None
-        if self.config.mixture is not None and whole_experts:
-            experts = shard.of(self.config.mixture.rule.experts)
-        return ShardSource(self, config, own, shards, whole_formats, shard_formats(whole_formats, shards), experts)
-
-    def _expert_cut(self, ranks: int) -> ExpertCut | None:
-        """How the experts are cut: the same for each rank. None where there are none, or neither way divides them."""
-        mixture = self.config.mixture
-        if mixture is None:
-            return None
-        experts, inner = mixture.rule.experts, mixture.intermediate
-        keeps_format = bool(inner % ranks) or self._keeps_formats_inside(ranks)
-        return expert_cut(ranks, experts, inner, keeps_format)
-
-    def _keeps_formats_inside(self, ranks: int) -> bool:
-        """Whether a part of each expert's inner size lies in as few bits as the whole."""
-        packed = [
-            entry
-            for entry in self.table
-            if entry.is_of_experts and not isinstance(self.formats[entry.parameter], PlainFormat)
-        ]
-        if not packed:
-            return True
-        names = {entry.parameter for entry in packed}
-        config = shard_config(self.config, ranks, ExpertCut.INSIDE)
-        own = [entry for entry in self._entries_of(config) if entry.parameter in names]
-        shards = shard_parameters(packed, own, RankShard(ranks - 1, ranks))
-        return all(self.formats[parameter].cut(part) is not None for parameter, part in shards)
-
-    def _entries_of(self, config: ModelConfig) -> list[ParameterEntry]:
-        """Those of a part of the model, of the parameters that this source has."""
+        config = shard_config(
+            self.config, shard.ranks, choose_expert_cut(self.config, self.table, self.formats, parts or shard.ranks)
+        )
         whole = {entry.parameter for entry in self.table}
-        return [entry for entry in decoder_entries(config) if entry.parameter in whole]
+        own = [entry for entry in decoder_entries(config) if entry.parameter in whole]
+        experts, mixture = None, config.mixture
+        if mixture is not None and mixture.local is not None:
+            experts = shard.of(mixture.rule.experts)
+        shards = dict(shard_parameters(self.table, own, shard, cut_embedding, experts is not None))
+        whole_formats = formats_to_cut(self.formats, shards, self.dtype)
+        return ShardSource(self, config, own, shards, whole_formats, shard_formats(whole_formats, shards), experts)
 
     def load_all(self, beat: Callable[[], None], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The parameters' tensors, by name. What is made up is of a whole model on a CPU, and on a GPU made up for each
@@ -245,7 +216,8 @@ class ShardSource:
         tensors = allocate(self.formats, whole.device) if into is None else into
         load_shard(checkpoint.tensors, plain, own, self.parts, self.formats, whole.device, beat, tensors)
         if self.experts is not None:
-            self._load_experts(checkpoint, [entry for entry in packed if entry.is_of_experts], beat, tensors)
+            stacks = [entry for entry in packed if entry.is_of_experts]
+            load_experts(checkpoint.tensors, stacks, self.parts, self.formats, whole.device, beat, tensors)
             packed = [entry for entry in packed if not entry.is_of_experts]
         for entries in self._batches(packed):
             loaded = load_tensors(checkpoint.tensors, entries, self.whole_formats, whole.device, beat)
@@ -255,18 +227,6 @@ class ShardSource:
             del loaded  # before the next come
         trim_memory(whole.device)
         return tensors
-
-    def _load_experts(
-        self, checkpoint: Checkpoint, table: list[ParameterEntry], beat: Callable[[], None], into: dict[str, Tensor]
-    ) -> None:
-        """Reads whole experts, each where it comes to lie: no others are read."""
-        mixture = self.whole.config.mixture
-        assert mixture is not None
-        assert self.experts is not None
-        if table:
-            own, stored = expert_part(table, checkpoint.tensors, self.experts, mixture.rule.experts)
-            formats = {entry.parameter: self.formats[entry.parameter] for entry in own}
-            load_tensors(stored, own, formats, self.whole.device, beat, into)
 
     def _batches(self, entries: list[ParameterEntry]) -> Iterator[list[ParameterEntry]]:
         """Whole parameters to be there at once: one, or several small ones."""

@@ -16,7 +16,7 @@ from engine.protocol.expert_cut import ExpertCut
 from engine.protocol.types import SamplingParams
 from engine.ranks.fork import RankGroup, fork_ranks
 from engine.step.layout import SequenceSlice
-from engine.weights import source
+from engine.weights import formats, source
 from engine.weights.formats import Mxfp4Format, WeightFormats, plain_formats, select_formats
 from engine.weights.tensor_index import StoredTensor
 from tests.engine.execution.test_gpu_runner import interpreted
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pr
 @pytest.fixture
 def whole_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of those that would divide inside on a CPU, which expands 4 bits."""
-    monkeypatch.setattr(source, "expert_cut", lambda *_: ExpertCut.EXPERTS)
+    monkeypatch.setattr(formats, "expert_cut", lambda *_: ExpertCut.EXPERTS)
 
 
 def best(model: Any) -> tuple[int, dict[int, float]]:

@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from engine.bf12.metadata import CompressionLevel
 from engine.models.decoder_config import ModelConfig
 from engine.protocol.expert_cut import ExpertCut
-from engine.weights import source as weights_source
+from engine.weights import formats as weights_formats
 from engine.weights import streaming
 from engine.weights.formats import SCALES, Bf12Format, Fp8Format, Mxfp4Format, PlainFormat, WeightFormat
 from engine.weights.source import ShardSource, WeightSource
@@ -68,7 +68,7 @@ MADE = {
 
 def shards(source: WeightSource, ranks: int) -> list[ShardSource]:
     """Each with whole experts, also where they would be cut inside."""
-    with patch.object(weights_source, "expert_cut", lambda *_: ExpertCut.EXPERTS):
+    with patch.object(weights_formats, "expert_cut", lambda *_: ExpertCut.EXPERTS):
         return cuts(source, ranks)
 
 
