@@ -51,14 +51,16 @@ class ExpertPlan:
     def make(cls, rows: int, rule: RoutingRule, tile_rows: int, device: torch.device, listed: int) -> Self:
         """Memory for a plan of so many rows and listed experts, which nobody has written yet."""
         entries = rows * min(rule.chosen, listed)
-        absent_TK = torch.empty(rows, rule.chosen, dtype=torch.int32, device=device)
+        absent_TK = None
+        if listed < rule.experts:
+            absent_TK = torch.empty(rows, rule.chosen, dtype=torch.int32, device=device)
         return cls(
             torch.empty(rows, rule.chosen, dtype=torch.float32, device=device),
             torch.empty(entries, dtype=torch.int32, device=device),
             torch.empty(listed, dtype=torch.int32, device=device),
             torch.empty(tiles_most(entries, listed, tile_rows), 2, dtype=torch.int32, device=device),
             tile_rows,
-            absent_TK if listed < rule.experts else None,
+            absent_TK,
         )
 
 
