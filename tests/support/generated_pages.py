@@ -2,9 +2,9 @@
 fails where they are stale.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from engine.bench.geometries import GEOMETRIES
 from engine.protocol.specs import DRIVER_RESERVE_BYTES
@@ -84,7 +84,7 @@ def _sizing() -> Iterator[str]:
         f"where not one does. {WORKSPACE_BYTES >> 30} GiB for a step's workspace and {DRIVER_RESERVE_BYTES / 2**30:g} "
         "GiB for the driver are left free. Prefixes that conversations share count once, so that real loads fit more; "
         '`kv_dtype = "fp8"` doubles the number, and [12-bit weights](weights.md) take a quarter off the weights. '
-        "gpt-oss as it is published, in mxfp4, takes a third of what stands here."
+        "gpt-oss is published in mxfp4."
     )
     yield from ("", f"| model's geometry | weights | KV of {CONTEXT:,} tokens | context | {' | '.join(GPUS)} |")
     yield "|---|---|---|---|" + "---|" * len(GPUS)
@@ -93,7 +93,7 @@ def _sizing() -> Iterator[str]:
             continue
         try:
             geometry = geometry_of(config)
-            weights, kv = 2 * geometry.parameters(config), 2 * geometry.kv_numbers(CONTEXT)
+            weights, kv = 2 * geometry.parameters(config) - _saved(config), 2 * geometry.kv_numbers(CONTEXT)
         except (KeyError, ValueError):
             continue
         fits = [_fitting(gigabytes * 10**9, weights, kv) for gigabytes in GPUS.values()]
@@ -107,6 +107,14 @@ def _sizing() -> Iterator[str]:
         "",
         "[performance.md](performance.md) has how many answers at once a GPU gives at which speed.",
     )
+
+
+def _saved(config: Mapping[str, Any]) -> int:
+    """The bytes that experts in mxfp4, of which 32 numbers take 17, lack to those in bfloat16."""
+    if "quantization_config" not in config:
+        return 0
+    numbers = 3 * config["num_hidden_layers"] * config["hidden_size"] * config["intermediate_size"]
+    return numbers * config["num_local_experts"] * (64 - 17) // 32
 
 
 def _fitting(gpu_bytes: int, weights: int, kv: int) -> str:
