@@ -42,7 +42,7 @@ def test_free_memory_goes_back_once_a_minute(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("inference")
 def test_only_weights_are_large_blocks_of_the_heap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mapped_from, at_load = list[int](), list[int]()
-    monkeypatch.setattr(allocator, "_set_thresholds", mapped_from.append)
+    monkeypatch.setattr(allocator, "_set_thresholds", lambda mapped, top: mapped_from.append(mapped))
     monkeypatch.setattr(WeightSource, "load", lambda *args: at_load.append(mapped_from[-1]) or load(*args))
     model = spec(saved(reference_model("qwen3"), tmp_path), context_tokens=256, kv_bytes=4 << 20)
     opened = open_model(model, "cpu", 1, lambda: None)
