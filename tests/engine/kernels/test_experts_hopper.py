@@ -14,7 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels import linear
-from engine.kernels.experts import grouped_bf12, grouped_linear, grouped_mxfp4, quantize_rows, route, row_experts
+from engine.kernels.experts import (
+    absent_experts,
+    grouped_bf12,
+    grouped_linear,
+    grouped_mxfp4,
+    quantize_rows,
+    route,
+    row_experts,
+)  # fmt: skip
 from engine.kernels.experts.grouped_tuning import bf12_tiling_for, mxfp4_tiling_for, tile_rows, tiling_for
 from engine.kernels.experts.routing_rule import RouterScores, RoutingRule
 from engine.kernels.fp8 import tiles
@@ -33,7 +41,7 @@ FP8 = "*fp8e4nv"
 POINTERS = {
     "logits": "*fp32", "x": "*bf16", "w": "*bf16", "bias": "*bf16", "out": "*bf16", "added": "*fp32",
     "words": "*i32", "scales": "*fp32", "values": "*bf16", "weights": "*fp32", "x_scales": "*fp32", "w_scales": "*fp32",
-    **dict.fromkeys(("count", "ids", "counts", "ends", "order", "tiles", "firsts", "places"), "*i32"),
+    **dict.fromkeys(("count", "ids", "counts", "ends", "order", "tiles", "firsts", "places", "absent"), "*i32"),
 }  # fmt: skip
 
 
@@ -136,18 +144,19 @@ def in_mxfp4(rows: int, gated: bool) -> Any:
     return compiled(grouped_mxfp4._multiply, constants, tiling.warps, pairs="*u8", exponents="*u8")
 
 
-def routed(model: str, rows: int) -> Any:
+def routed(model: str, rows: int, ranks: int) -> Any:
+    """The choice of experts, of which one of so many ranks lists its own."""
     rule = MODELS[model][2]
     alone, width = rows <= route.BLOCK_ROWS, triton.next_power_of_2(rule.experts)
     block = max(2, triton.next_power_of_2(rows)) if alone else route.BLOCK_ROWS
     constants = {
-        "P": 1, "E": rule.experts, "EP": width, "K": rule.chosen, "KP": triton.next_power_of_2(rule.chosen),
-        "KIND": route._KIND[rule.scores], "NORMED": rule.normed, "SCALE": 1.0, "BIASED": False, "GROUPS": 1,
-        "CHOSEN_GROUPS": 1, "TILE": 16, "ALONE": alone, "BLOCK": block,
+        "P": 1, "E": rule.experts, "H": rule.experts // ranks, "EP": width, "K": rule.chosen,
+        "KP": triton.next_power_of_2(rule.chosen), "KIND": route._KIND[rule.scores], "NORMED": rule.normed,
+        "SCALE": 1.0, "BIASED": False, "GROUPS": 1, "CHOSEN_GROUPS": 1, "TILE": 16, "ALONE": alone, "BLOCK": block,
     }  # fmt: skip
     first = compiled(route._route, constants, 4)
     if not alone:
-        listed = {name: constants[name] for name in ("E", "EP", "K", "KP", "TILE", "BLOCK")}
+        listed = {name: constants[name] for name in ("E", "H", "EP", "K", "KP", "TILE", "BLOCK")}
         compiled(route._list_blocks, listed, 4)
     return first
 
@@ -170,6 +179,8 @@ def variants(model: str) -> dict[str, Any]:
         return made
     for gated in (True, False):
         made[f"one row as routed, gated {gated}"] = one_row(model, gated)
+    constants = {"C": MODELS[model][2].chosen, "BLOCK": absent_experts._BLOCK}
+    made["choices routed to absent experts"] = compiled(absent_experts._fill_absent, constants, 4, out="*fp32")
     for rows in ROWS:
         for gated in (True, False):
             made[f"{rows} rows, gated {gated}"] = grouped(model, rows, gated)
@@ -177,7 +188,8 @@ def variants(model: str) -> dict[str, Any]:
                 made[f"{rows} rows in 4 bits, gated {gated}"] = in_mxfp4(rows, gated)
             if rows <= 256 and model != "gpt-oss":
                 made[f"{rows} rows in 12 bits, gated {gated}"] = coded(model, rows, gated)
-        made[f"{rows} rows routed"] = routed(model, rows)
+        for ranks in (1, 2):
+            made[f"{rows} rows routed on {ranks} ranks"] = routed(model, rows, ranks)
     return made
 
 
