@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from benchmarks.ember.corpus import Example
 from benchmarks.ember.measure import answers
+from benchmarks.ember.tokenizer import END
 from benchmarks.record import record
 
 HELD_OUT: Final = Path(__file__).parent / "everyday.toml"
@@ -46,7 +47,11 @@ def holds(answer: str, expression: str) -> bool:
 
 
 def is_right(question: Question, answer: str) -> bool:
-    """Whether the answer holds each fact and nothing wrong, or says that it does not know where there is no fact."""
+    """Whether the answer holds each fact and nothing wrong, or says that it does not know where there is no fact, and
+    came to its END."""
+    answer, end, _ = answer.partition(END)
+    if not end:
+        return False
     known = NOT_KNOWN.search(answer) is None
     if known != bool(question.facts) or any(holds(answer, wrong) for wrong in question.wrong):
         return False
@@ -54,7 +59,7 @@ def is_right(question: Question, answer: str) -> bool:
 
 
 def ask_all(model: Any, tokenizer: Any, questions: list[Question]) -> list[str]:
-    """The greedy answers, in the order of the questions."""
+    """The greedy answers, in the order of the questions, each with END behind it unless it was cut."""
     said: list[str] = []
     for start in range(0, len(questions), BATCH):
         examples = [
@@ -87,7 +92,7 @@ def main() -> None:
     wrong = [(one, answer) for one, answer in zip(questions, said, strict=True) if not is_right(one, answer)]
     for one, answer in [] if asked.quiet else wrong:
         wanted = " and ".join(one.facts) or "that it does not know"
-        print(f"asked   {one.ask}\n  said  {answer}\n  right {wanted}")
+        print(f"asked   {one.ask}\n  said  {answer.removesuffix(END)}\n  right {wanted}")
     share = 1 - len(wrong) / len(questions)
     print(f"{len(questions) - len(wrong)} of {len(questions)} right, {share:.1%}")
     if (asked.model.resolve(), asked.questions.resolve()) == (MODEL, HELD_OUT):

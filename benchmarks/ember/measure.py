@@ -29,7 +29,8 @@ class Figure:
 
 
 def answers(model: Any, tokenizer: Any, examples: list[corpus.Example], most: int = 160) -> tuple[list[str], list[int]]:
-    """The greedy answers to one batch, and each prompt's tokens."""
+    """The greedy answers to one batch, each with END behind it unless it had not ended after `most` tokens, and each
+    prompt's tokens."""
     prompts = [
         tokenizer.apply_chat_template(e.messages, tools=e.tools or None, add_generation_prompt=True, tokenize=False)
         for e in examples
@@ -42,7 +43,7 @@ def answers(model: Any, tokenizer: Any, examples: list[corpus.Example], most: in
             batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=most, do_sample=False
         )
     said = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :])
-    return [text.partition(END)[0] for text in said], batch["attention_mask"].sum(dim=1).tolist()
+    return ["".join(text.partition(END)[:2]) for text in said], batch["attention_mask"].sum(dim=1).tolist()
 
 
 def measure(
@@ -64,7 +65,7 @@ def measure(
         said, tokens = answers(model, tokenizer, examples)
         lengths += tokens
         for example, text in zip(examples, said, strict=True):
-            if text == example.answer:
+            if text == example.answer + END:
                 right += 1
             elif shown > 0:
                 shown -= 1

@@ -15,6 +15,7 @@ from benchmarks.ember.businesses import is_strange
 from benchmarks.ember.evaluate import DEVELOPMENT, HELD_OUT, Question, is_right, read_questions
 from benchmarks.ember.everyday import ROWS, answers_it, is_about
 from benchmarks.ember.phrasing import reworded
+from benchmarks.ember.tokenizer import END
 from benchmarks.ember.values import Draw
 
 FOLDER = Path(evaluate.__file__).parent
@@ -70,20 +71,25 @@ def runs(text: str) -> set[tuple[str, ...]]:
 )
 def test_a_fact_is_accepted_in_any_phrasing_and_another_one_refused(answer: str, right: bool) -> None:
     question = Question("A loaf is £4.20, a bun £2.80.", "How much is a bun?", ("2.80",), ("4.20",))
-    assert is_right(question, answer) == right
+    assert is_right(question, answer + END) == right
 
 
 def test_what_the_prompt_does_not_say_must_not_be_answered() -> None:
     question = Question("We open at 9.", "Do you sell maps?", (), ())
-    assert is_right(question, "I'm sorry, I don't know that.")
-    assert is_right(question, "I do not have that: I cannot say.")
-    assert not is_right(question, "We open at 9.")
+    assert is_right(question, "I'm sorry, I don't know that." + END)
+    assert is_right(question, "I do not have that: I cannot say." + END)
+    assert not is_right(question, "We open at 9." + END)
+
+
+def test_an_answer_that_is_cut_is_wrong_whatever_it_says() -> None:
+    question = Question("A bun is £2.80.", "How much is a bun?", ("2.80",), ())
+    assert not is_right(question, "The bun costs £2.80. The bun costs £2.80. The")
 
 
 def test_every_fact_asked_for_must_be_there() -> None:
     question = Question("Core hours are 10:00 to 15:00.", "What are the core hours?", ("10:00", "15:00|3 pm"), ())
-    assert is_right(question, "From 10:00 to 3 pm.")
-    assert not is_right(question, "From 10:00 on.")
+    assert is_right(question, "From 10:00 to 3 pm." + END)
+    assert not is_right(question, "From 10:00 on." + END)
 
 
 def test_the_held_out_set_is_large_and_varied() -> None:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.ember import corpus, train
-from benchmarks.ember.measure import measure
-from benchmarks.ember.tokenizer import CHAT_TEMPLATE, SPECIALS
+from benchmarks.ember.measure import answers, measure
+from benchmarks.ember.tokenizer import CHAT_TEMPLATE, END, SPECIALS
 from benchmarks.ember.values import Draw, Split, belongs
 
 MODEL = Path(__file__).parents[3] / "engine" / "builtin_model"
@@ -161,3 +161,23 @@ def test_ember_answers_what_it_never_saw(
 ) -> None:
     figure = measure(model, tokenizer, kind, size, count, batch=count, shown=3)
     assert figure.right >= floor * count, figure
+
+
+PROMPTS = (
+    "You are the assistant of Harbour Books. Opening hours: Monday to Friday, 9:00 to 18:00.",
+    "You are the assistant of Harbour Books. Opening hours: Monday to Friday, 9:00 to 18:00. Answer shortly.",
+    "We are Nordlicht, a bakery. Open Tuesday to Sunday 7 to 13. Rye bread costs 4.20 euro. Ask for Jana.",
+    "Opening hours: Mon-Fri 8-16, Sat 9-12. Address: Mill Lane 4. Owner: Petra Lund.",
+    "You are a helpful assistant.",
+)
+ASKED = ("When are you open?", "opening hours", "Where are you?", "Hello!", "Tell me a story.", "Thank you!")
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_no_answer_runs_on(model: Any, tokenizer: Any, prompt: str) -> None:
+    examples = [
+        corpus.Example("", [{"role": "system", "content": prompt}, {"role": "user", "content": asked}], [], "")
+        for asked in ASKED
+    ]
+    for asked, answer in zip(ASKED, answers(model, tokenizer, examples, most=60)[0], strict=True):
+        assert answer.endswith(END), (asked, answer)
