@@ -11,9 +11,12 @@
 #include <math.h>
 #include <string.h>
 
+#define UNDIVIDED 32768    // numbers up to which one thread is faster than several
+
+#if defined(__AVX512BF16__)
+
 #define OUTPUTS 64
 #define AHEAD 4096         // bytes; processors fetch ahead by themselves, but no further than a page of memory
-#define UNDIVIDED 32768    // numbers up to which one thread is faster than several
 
 static void multiply_block(const uint16_t *packed, const uint32_t *x, uint16_t *y, long pairs, long chunk_pairs) {
     __m512 totals[4];
@@ -43,29 +46,29 @@ void hearth_multiply_row(
         multiply_block(packed + first * inputs, (const uint32_t *)x, y + first, inputs / 2, chunk / 2);
 }
 
-static float inverse_rms(__m512 squares, long width, float epsilon) {
-    return 1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)width + epsilon);
+#endif
+
+static float inverse_rms(vec squares, long width, float epsilon) {
+    return 1.0f / sqrtf(sum_of(squares) / (float)width + epsilon);
 }
 
 static void add_norm_row(
     float *sum, const void *added, int added_bf16, const float *weight, uint16_t *y, long width, float epsilon) {
-    __m512 squares = _mm512_setzero_ps();
+    vec squares = zeros();
     for (long i = 0; i < width; i += LANES) {
-        __mmask16 mask = lanes(width - i);
-        __m512 x = _mm512_maskz_loadu_ps(mask, sum + i);
+        vec x = load(sum + i, width - i);
         if (added) {
-            __m512 more = added_bf16 ? load_bf16((const uint16_t *)added + i, mask)
-                                     : _mm512_maskz_loadu_ps(mask, (const float *)added + i);
-            x = _mm512_add_ps(x, more);
-            _mm512_mask_storeu_ps(sum + i, mask, x);
+            vec more = added_bf16 ? load_bf16((const uint16_t *)added + i, width - i)
+                                  : load((const float *)added + i, width - i);
+            x = add(x, more);
+            store(sum + i, width - i, x);
         }
-        squares = _mm512_fmadd_ps(x, x, squares);
+        squares = multiply_add(x, x, squares);
     }
-    __m512 scale = _mm512_set1_ps(inverse_rms(squares, width, epsilon));
+    vec scale = splat(inverse_rms(squares, width, epsilon));
     for (long i = 0; i < width; i += LANES) {
-        __mmask16 mask = lanes(width - i);
-        __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, sum + i), scale);
-        store_bf16(y + i, mask, _mm512_mul_ps(x, _mm512_maskz_loadu_ps(mask, weight + i)));
+        vec x = mul(load(sum + i, width - i), scale);
+        store_bf16(y + i, width - i, mul(x, load(weight + i, width - i)));
     }
 }
 
@@ -82,24 +85,24 @@ void hearth_add_norm(
 }
 
 static void norm_head(uint16_t *x, const float *weight, long size, float epsilon) {
-    __m512 squares = _mm512_setzero_ps();
+    vec squares = zeros();
     for (long i = 0; i < size; i += LANES) {
-        __m512 some = load_bf16(x + i, 0xffff);
-        squares = _mm512_fmadd_ps(some, some, squares);
+        vec some = load_bf16(x + i, LANES);
+        squares = multiply_add(some, some, squares);
     }
-    __m512 scale = _mm512_set1_ps(inverse_rms(squares, size, epsilon));
+    vec scale = splat(inverse_rms(squares, size, epsilon));
     for (long i = 0; i < size; i += LANES)
-        store_bf16(x + i, 0xffff, _mm512_mul_ps(_mm512_mul_ps(load_bf16(x + i, 0xffff), scale), _mm512_loadu_ps(weight + i)));
+        store_bf16(x + i, LANES, mul(mul(load_bf16(x + i, LANES), scale), load(weight + i, LANES)));
 }
 
 static void rotate_head(uint16_t *x, const float *cos, const float *sin, long size) {
     uint16_t *other = x + size / 2;
     for (long i = 0; i < size / 2; i += LANES) {
         long j = i + size / 2;
-        __m512 low = load_bf16(x + i, 0xffff), high = load_bf16(other + i, 0xffff);
-        __m512 first = _mm512_mul_ps(high, _mm512_loadu_ps(sin + i)), second = _mm512_mul_ps(low, _mm512_loadu_ps(sin + j));
-        store_bf16(x + i, 0xffff, _mm512_add_ps(_mm512_mul_ps(low, _mm512_loadu_ps(cos + i)), first));
-        store_bf16(other + i, 0xffff, _mm512_add_ps(_mm512_mul_ps(high, _mm512_loadu_ps(cos + j)), second));
+        vec low = load_bf16(x + i, LANES), high = load_bf16(other + i, LANES);
+        vec first = mul(high, load(sin + i, LANES)), second = mul(low, load(sin + j, LANES));
+        store_bf16(x + i, LANES, add(mul(low, load(cos + i, LANES)), first));
+        store_bf16(other + i, LANES, add(mul(high, load(cos + j, LANES)), second));
     }
 }
 
@@ -122,21 +125,20 @@ void hearth_rotate_and_write(
 }
 
 // e^x for x ≤ 0, to a few units in the last place: x = n·ln 2 + r, and a polynomial in r.
-static __m512 exponential(__m512 x) {
+static vec exponential(vec x) {
     static const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    x = _mm512_max_ps(x, _mm512_set1_ps(-87.0f));
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 sum = _mm512_set1_ps(factors[0]);
-    for (int i = 1; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(factors[i]));
-    return _mm512_scalef_ps(sum, n);
+    x = greater(x, splat(-87.0f));
+    vec n = nearest(mul(x, splat(1.44269504f)));
+    vec r = subtract_product(x, n, splat(0.693359375f));
+    r = subtract_product(r, n, splat(-2.12194440e-4f));
+    vec sum = splat(factors[0]);
+    for (int i = 1; i < 7; i++) sum = multiply_add(sum, r, splat(factors[i]));
+    return times_power(sum, n);
 }
 
-static __m512 silu(__m512 x) {
-    __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
-    __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
-    return _mm512_div_ps(_mm512_mul_ps(x, _mm512_mask_mov_ps(one, negative, e)), _mm512_add_ps(one, e));
+static vec silu(vec x) {
+    vec one = splat(1.0f), e = exponential(sub(zeros(), greater(x, sub(zeros(), x))));
+    return divide(mul(x, where_negative(x, e, one)), add(one, e));
 }
 
 // y = silu of the first half of each row of x, rounded, times the second half.
@@ -145,10 +147,8 @@ void hearth_silu_and_multiply(const uint16_t *x, uint16_t *y, long rows, long wi
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < width; i += LANES) {
             const uint16_t *gate = x + 2 * row * width + i;
-            __mmask16 mask = lanes(width - i);
-            __m256i gated = (__m256i)_mm512_cvtneps_pbh(silu(load_bf16(gate, mask)));
-            __m512 rounded = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(gated), 16);
-            store_bf16(y + row * width + i, mask, _mm512_mul_ps(rounded, load_bf16(gate + width, mask)));
+            vec gated = rounded_to_bf16(silu(load_bf16(gate, width - i)));
+            store_bf16(y + row * width + i, width - i, mul(gated, load_bf16(gate + width, width - i)));
         }
 }
 
@@ -183,13 +183,15 @@ typedef struct {
 } row_step;
 
 static void multiply(const matrix *m, const uint16_t *x, uint16_t *y, int threads) {
-#if HAS_TILES
+#if TILES
     if (!m->chunk) {
         hearth_multiply_tiles(m->packed, 0, x, y, 1, m->inputs, m->outputs, threads);
         return;
     }
 #endif
+#if defined(__AVX512BF16__)
     hearth_multiply_row(m->packed, x, y, m->inputs, m->outputs, m->chunk, threads);
+#endif
 }
 
 // From the sum to q, k and v; K and V into their slot, the keys' blocks beside each other, and q's heads where attention

@@ -1,10 +1,10 @@
 """What a decoder does to few bfloat16 rows on a CPU: cpu_row.c, compiled by the host's C compiler where there is one,
-together with cpu_tiles.c, which multiplies any number of rows where the processor has AMX.
+together with cpu_tiles_amx.c or cpu_tiles_avx2.c, which multiplies any number of rows.
 
-oneDNN multiplies one row at half the speed of memory, since it is made for many. `multiply` reads the weight as oneDNN
-packed it and adds up in the same order; whoever uses it proves that first (layers/linear_cpu.py). The others take the
-place of many small calls of torch, for any number of rows. Without a compiler, or on a processor without AVX-512 for
-bfloat16, there are none. It knows no tensors.
+oneDNN multiplies one row at half the speed of memory, since it is made for many, and has no bfloat16 for AVX2 at all.
+With AVX-512 for bfloat16, `multiply_row` reads the weight as oneDNN packed it and adds up in the same order; whoever
+uses it proves that first (layers/linear_cpu.py). Most others take the place of many small calls of torch, for any
+number of rows. Without a compiler, or on a processor without AVX2, there are none. It knows no tensors.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 INPUTS_MULTIPLE: Final = 32
 OUTPUTS_MULTIPLE: Final = 64
 CHUNKS: Final = (512, 1024, 2048, 4096)  # inputs that oneDNN sums up apart, by the size of its matmul
-IN_TILES: Final = 0  # instead of such a number in a Matrix: it is packed for cpu_tiles.c
+IN_TILES: Final = 0  # instead of such a number in a Matrix: it is packed for a matmul of our own
 
 HEAD_MULTIPLE: Final = 32
 _POINTER: Final = ctypes.c_void_p
@@ -33,23 +33,23 @@ _SIZE: Final = ctypes.c_long
 
 
 class TileFunctions(NamedTuple):
-    """The functions of cpu_tiles.c, which says what they take."""
+    """The functions of cpu_tiles.h, which says what they take."""
 
     pack: Callable[..., None]
     multiply: Callable[..., None]
 
 
 class RowFunctions(NamedTuple):
-    """The functions of cpu_row.c, which says what they take: addresses, sizes, and threads at last. `tiles` are there
-    where the processor has AMX."""
+    """The functions of cpu_row.c, which says what they take: addresses, sizes, and threads at last. `multiply_row` is
+    there with AVX-512 for bfloat16, `tiles` with AMX and without either."""
 
-    multiply_row: Callable[..., None]
     add_norm: Callable[..., None]
     rotate_and_write: Callable[..., None]
     silu_and_multiply: Callable[..., None]
     read_blocks: Callable[..., None]
     before_attention: Callable[..., None]
     behind_attention: Callable[..., None]
+    multiply_row: Callable[..., None] | None = None
     tiles: TileFunctions | None = None
 
 
@@ -79,10 +79,10 @@ class RowStep(ctypes.Structure):
     ]
 
 
-_SOURCES: Final = [str(Path(__file__).with_name(name)) for name in ("cpu_row.c", "cpu_tiles.c")]
+_SOURCES: Final = [str(Path(__file__).with_name(name)) for name in ("cpu_row.c", "cpu_tiles_amx.c", "cpu_tiles_avx2.c")]
 _LIBRARY: Final = "cpu_row.so"
 _PROCESSORS: Final = Path("/proc/cpuinfo")
-_FEATURE: Final = "avx512_bf16"
+_FEATURES: Final = frozenset(("avx2", "fma"))
 _FLAGS: Final = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 _COMPILING_S: Final = 30.0  # it takes a second of a free core
 
@@ -95,11 +95,11 @@ class _Compilation(NamedTuple):
 @cache
 def start_compiling() -> _Compilation | None:
     """Starts the compiler, beside which much may be imported. None where it would be in vain."""
-    if _FEATURE not in _processor_features():
+    if not _FEATURES.issubset(_processor_features()):
         return None
     compiler = shlex.split(os.environ.get("CC", "")) or [shutil.which("gcc") or shutil.which("clang") or ""]
     if not compiler[0]:
-        log.info("no C compiler: one row at a time is multiplied by oneDNN, which takes up to twice as long")
+        log.info("no C compiler: a row at a time takes up to twice as long, and with AVX2 alone there is no bfloat16")
         return None
     folder = Path(tempfile.mkdtemp(prefix="hearth-"))
     command = [*compiler, *_FLAGS, *_SOURCES, "-o", str(folder / _LIBRARY)]
@@ -124,13 +124,12 @@ def row_functions() -> RowFunctions | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         compilation.process.kill()
         compilation.process.wait()
-        log.info("the C compiler made nothing of %s, and oneDNN multiplies single rows: %s", _SOURCES, error)
+        log.info("the C compiler made nothing of %s, and oneDNN multiplies all that it can: %s", _SOURCES, error)
         return None
     finally:
         shutil.rmtree(compilation.folder, ignore_errors=True)
     pointer, size, count, number = _POINTER, _SIZE, ctypes.c_int, ctypes.c_float
     arguments: dict[str, list[Any]] = {
-        "multiply_row": [*[pointer] * 3, *[size] * 3, count],
         "add_norm": [pointer, pointer, count, pointer, pointer, size, size, number, count],
         "rotate_and_write": [*[pointer] * 6, *[size] * 4, number, count],
         "silu_and_multiply": [pointer, pointer, size, size, count],
@@ -140,8 +139,9 @@ def row_functions() -> RowFunctions | None:
             *(pointer, size),
         ],
         "behind_attention": [pointer, pointer, pointer, size, size],
+        "multiply_row": [*[pointer] * 3, *[size] * 3, count],
     }
-    functions = {name: library[f"hearth_{name}"] for name in arguments}
+    functions = {name: library[f"hearth_{name}"] for name in arguments if hasattr(library, f"hearth_{name}")}
     for name, function in functions.items():
         function.argtypes, function.restype = arguments[name], None
     return RowFunctions(**functions, tiles=_tile_functions(library))

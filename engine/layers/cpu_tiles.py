@@ -1,7 +1,8 @@
-"""A bfloat16 weight in tiles on a CPU with AMX, and its matmul for any number of rows: cpu_tiles.c's, where compiled.
+"""A bfloat16 weight in tiles on a CPU with AMX, or with AVX2 alone, and its matmul for any number of rows:
+cpu_tiles_amx.c's or cpu_tiles_avx2.c's, where compiled.
 
-oneDNN's matmul with AMX adds up in an order that depends on how many rows there are; the order of this one is always
-the same. It knows no names and no architecture.
+oneDNN's matmul with AMX adds up in an order that depends on how many rows there are, and with AVX2 it has none of
+bfloat16; the order of this one is always the same. It knows no names and no architecture.
 
 T rows, K inputs, N outputs.
 """
@@ -53,6 +54,6 @@ class TileMatmul:
 
 
 def has_tiles() -> bool:
-    """Whether this processor multiplies tiles, and what does so is compiled."""
+    """Whether there is a matmul of our own for this processor, and it is compiled."""
     functions = cpu_row.row_functions()
     return functions is not None and functions.tiles is not None

@@ -7,9 +7,9 @@ first weight of each shape is probed: `min_invariant_rows` finds the number of r
 bit for bit the same, and `CpuLinear` pads up to that. One row alone, which is what decoding for one caller is, goes
 through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row has among others.
 
-With AMX there often is no such number, for inputs are divided by the number of rows: there bfloat16 has a matmul of our
-own for any number of rows (layers/cpu_tiles.py), and a packed weight of its order. Where that is not compiled, rows are
-multiplied in pieces of one number of them.
+With AMX there often is no such number, for inputs are divided by the number of rows, and with AVX2 alone oneDNN has no
+bfloat16: there bfloat16 has a matmul of our own for any number of rows (layers/cpu_tiles.py), and a packed weight of
+its order. Where that is not compiled, rows are multiplied in pieces of one number of them, or in float32.
 
 T rows, K inputs, N outputs.
 """
@@ -171,7 +171,7 @@ def _row_matmul(packed: Tensor, inputs: int, outputs: int, rows: int) -> _RowMat
     if (chunk := row_chunk(inputs, min(outputs, _PROBE_OUTPUTS_MAX))) is None:
         return None
     functions = cpu_row.row_functions()
-    if functions is None or outputs % cpu_row.OUTPUTS_MULTIPLE:
+    if functions is None or functions.multiply_row is None or outputs % cpu_row.OUTPUTS_MULTIPLE:
         return None
     matmul = _RowMatmul(functions.multiply_row, packed, (inputs, outputs), chunk)
     x_TK = torch.randn(1, inputs, generator=torch.Generator().manual_seed(inputs)).bfloat16().repeat(rows, 1)
@@ -223,7 +223,9 @@ def row_chunk(inputs: int, outputs: int) -> int | None:
     """How many inputs oneDNN sums up apart in a bfloat16 matmul: with that, one row alone has the bits that it has in a
     matmul of many. None where that is not found, or nothing multiplies one row alone."""
     functions = cpu_row.row_functions()
-    if functions is None or inputs % cpu_row.INPUTS_MULTIPLE or outputs % cpu_row.OUTPUTS_MULTIPLE:
+    if functions is None or functions.multiply_row is None:
+        return None
+    if inputs % cpu_row.INPUTS_MULTIPLE or outputs % cpu_row.OUTPUTS_MULTIPLE:
         return None
     x_TK, packed = _probe(inputs, outputs, torch.bfloat16)
     full_TN = _multiply(x_TK, packed, None)

@@ -1,7 +1,7 @@
 """A skip for processors whose bfloat16 matmuls give a row other bits in other company, which the engine refuses to use.
 
-Those with AVX2 alone have none; with AMX rows keep their bits in pieces of one size. float32 must do everywhere, so
-that its refusal stays a failure.
+Those with AVX2 alone have none without a C compiler; with AMX rows keep their bits in pieces of one size. float32 must
+do everywhere, so that its refusal stays a failure.
 """
 
 from collections.abc import Iterator

@@ -300,7 +300,7 @@ def test_asked_for_such_a_dtype_a_model_computes_in_float32_and_says_so(caplog: 
 def test_on_a_processor_that_has_float32_alone_a_model_computes_in_that(
     asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With AVX2 and no AVX-512, oneDNN refuses a bfloat16 weight: no model could be opened there."""
+    """With AVX2 and no AVX-512, oneDNN refuses a bfloat16 weight: no model could be opened there without a compiler."""
     for dtype in (torch.bfloat16, torch.float16):
         monkeypatch.setitem(linear_cpu._LIBRARY_HAS, dtype, lambda: False)
     monkeypatch.setattr(linear_cpu, "has_tiles", lambda: False)

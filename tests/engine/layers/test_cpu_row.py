@@ -13,7 +13,7 @@ from engine.layers import cpu_row
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A processor that has what is needed, and nothing compiled yet."""
     processors = tmp_path / "cpuinfo"
-    processors.write_text("model name\t: any\nflags\t\t: fpu avx512f avx512_bf16\n\nflags\t\t: fpu\n")
+    processors.write_text("model name\t: any\nflags\t\t: fpu fma avx2\n\nflags\t\t: fpu\n")
     monkeypatch.setattr(cpu_row, "_PROCESSORS", processors)
     for cached in (cpu_row.start_compiling, cpu_row.row_functions):
         cached.cache_clear()

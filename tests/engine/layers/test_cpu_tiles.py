@@ -1,6 +1,8 @@
-"""engine/layers/cpu_tiles.py: rows multiplied in AMX's tiles are right, and each has the same bits in any company."""
+"""engine/layers/cpu_tiles.py: rows multiplied in tiles are right, and each has the same bits in any company; on a
+processor with AMX by AVX2 too, which every such processor has."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -12,11 +14,37 @@ from engine.layers.linear_cpu import ACTIVATION_FUNCTIONS, Activation, CpuLinear
 
 SHAPES = [(64, 64), (1, 1), (7, 33), (33, 31), (96, 47), (576, 960), (1030, 100), (8192, 70), (33_000, 40)]
 
-pytestmark = pytest.mark.skipif(not has_tiles(), reason="no compiler, or a processor without AMX")
+
+@cache
+def functions_for(processor: str) -> cpu_row.RowFunctions | None:
+    """What is compiled for another processor than this one, whose instructions this one has."""
+    caches = cpu_row.start_compiling, cpu_row.row_functions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_row, "_FLAGS", [flag.replace("native", processor) for flag in cpu_row._FLAGS])
+        try:
+            for cached in caches:
+                cached.cache_clear()
+            return cpu_row.row_functions()
+        finally:
+            for cached in caches:
+                cached.cache_clear()
+
+
+@pytest.fixture(autouse=True, params=["native", "haswell"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    own = cpu_row.row_functions()
+    if request.param != "native":
+        if own is not None and own.tiles is not None and own.multiply_row is None:
+            pytest.skip("this processor has AVX2 alone, by which it multiplies already")
+        other = functions_for(request.param)
+        monkeypatch.setattr(cpu_row, "row_functions", lambda: other)
+    if not has_tiles():
+        pytest.skip("no compiler, or a processor whose library multiplies any number of rows alike")
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+def threads(request: pytest.FixtureRequest, processor: str) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     with torch.inference_mode():
@@ -101,7 +129,9 @@ def test_rows_that_do_not_lie_beside_each_other_are_taken() -> None:
 
 
 def test_the_librarys_own_matmuls_in_between_stay_right() -> None:
-    """Both configure a core's tiles, each for itself."""
+    """With AMX both configure a core's tiles, each for itself."""
+    if not linear_cpu._LIBRARY_HAS[torch.bfloat16]():
+        pytest.skip("the library has no bfloat16 for this processor")
     weight, x = random(96, 128), random(40, 128)
     matmul, packed = TileMatmul(weight, None), linear_cpu._pack(weight)
     ours, theirs = matmul(x), linear_cpu._multiply(x, packed, None)
@@ -137,6 +167,10 @@ def test_a_system_that_gives_no_tiles_leaves_bfloat16_to_the_library(monkeypatch
     assert cpu_row._tile_functions(Library()) is None  # type: ignore[arg-type]
     monkeypatch.setattr(linear_cpu, "has_tiles", lambda: False)
     weight, x = random(96, 64), random(40, 64)
+    if not linear_cpu._LIBRARY_HAS[torch.bfloat16]():
+        with pytest.raises(linear_cpu.NotBatchInvariant, match=r"no matmul in torch\.bfloat16"):
+            CpuLinear(weight)
+        return
     linear = CpuLinear(weight)
     assert linear._tiles is None
     torch.testing.assert_close(linear(x), TileMatmul(weight, None)(x), rtol=2**-7, atol=1e-2)

@@ -7,7 +7,7 @@
 
 #include "cpu_tiles.h"
 
-#if HAS_TILES
+#if TILES == TILES_AMX
 
 #include "cpu_vectors.h"
 #include <sys/syscall.h>
@@ -41,7 +41,6 @@ typedef struct {
     char sums[PANEL][GROUP][4 * TILE_BYTES];
 } workspace;
 
-// Asks the system for tiles, for the whole process and its forks. 0: they may be used.
 int hearth_allow_tiles(void) {
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
     return (int)syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
@@ -49,9 +48,6 @@ int hearth_allow_tiles(void) {
 
 // What the compiler is not told of tiles: that they read memory, of which nothing may be left in registers.
 static void settle_memory(const void *memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
-
-static long ceiling(long count, long size) { return (count + size - 1) / size; }
-static long smaller(long a, long b) { return a < b ? a : b; }
 
 // Tiles 0 to 3 are sums, of the first and of the second 16 rows by both tiles of outputs; 4 and 5 rows; 6 and 7 weights.
 static void configure(long rows) {
@@ -130,11 +126,11 @@ static void keep_sums(char *sums, long rows) {
 // What is summed up, with the bias, into y.
 static void round_sums(const product *p, const char *sums, long row, long rows, long output) {
     for (long part = 0; part < 2 && output < p->outputs; part++, output += LANES, sums += TILE_BYTES) {
-        __mmask16 mask = lanes(p->outputs - output);
-        __m512 bias = p->bias ? load_bf16(p->bias + output, mask) : _mm512_setzero_ps();
+        long left = p->outputs - output;
+        vec bias = p->bias ? load_bf16(p->bias + output, left) : zeros();
         for (long i = 0; i < rows; i++) {
-            __m512 sum = _mm512_load_ps(sums + i / TILE_ROWS * 2 * TILE_BYTES + i % TILE_ROWS * LINE);
-            store_bf16(p->y + (row + i) * p->outputs + output, mask, p->bias ? _mm512_add_ps(sum, bias) : sum);
+            vec sum = _mm512_load_ps(sums + i / TILE_ROWS * 2 * TILE_BYTES + i % TILE_ROWS * LINE);
+            store_bf16(p->y + (row + i) * p->outputs + output, left, p->bias ? add(sum, bias) : sum);
         }
     }
 }
@@ -190,7 +186,6 @@ static void pack_tile(const uint16_t *weight, long inputs, long outputs, long st
         for (long output = 0; output < OUTPUTS / 2; output++) *packed++ = pairs[output][pair];
 }
 
-// Packs a weight, of each output all inputs beside each other. The packed one is as large with both rounded up to 32.
 void hearth_pack_tiles(const uint16_t *weight, uint32_t *packed, long inputs, long outputs, int threads) {
     long steps = ceiling(inputs, INPUTS);
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -202,7 +197,6 @@ void hearth_pack_tiles(const uint16_t *weight, uint32_t *packed, long inputs, lo
         }
 }
 
-// x has `rows` rows of `inputs` numbers, y as many of `outputs`. A bias, which may be missing, is added before rounding.
 void hearth_multiply_tiles(
     const uint16_t *packed, const uint16_t *bias, const uint16_t *x, uint16_t *y, long rows, long inputs, long outputs,
     int threads) {
