@@ -16,8 +16,8 @@ from engine.ranks.fork import Ranks
 from engine.ranks.gpu_executor import GpuAnnouncer, RankedGpuExecutor
 from engine.ranks.gpu_lead import lead_part
 from engine.ranks.gpu_part import WaitEnder
+from engine.ranks.group import RankWatch
 from engine.ranks.leader import RankCommands, ranked_model
-from engine.ranks.watch import RankWatch
 from engine.step.executor import LoadedModel
 
 _OPENING_STALL_S: Final = 300.0  # kernels are compiled

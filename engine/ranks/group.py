@@ -32,7 +32,8 @@ _CLOSING_S: Final = 3.0  # until a follower that was told to end has given its m
 _SPIN_S: Final = 100e-6
 _YIELD_S: Final = 2e-3
 _NAP_S: Final = 200e-6
-_LOOK_S: Final = 20e-3  # between two looks at the followers at most
+_LOOK_S: Final = 20e-3  # between two looks at the followers at most,
+_WATCH_S: Final = 50e-3  # and of a thread that does nothing else
 
 
 class RankLost(ExecutorLost):
@@ -208,6 +209,31 @@ class RankGroup:
         board = self.board
         words = (board.began_W, board.ended_W, board.beats_W, board.arrived_W, board.positions_W)
         return b"".join(each[1:].tobytes() for each in words)
+
+
+class RankWatch:
+    """A thread of rank 0 that looks at the followers while rank 0 waits for its device, which waits for them: from when
+    it is made until it is closed, or a rank is lost; then it calls `on_loss`."""
+
+    def __init__(self, group: RankGroup, on_loss: Callable[[], None]) -> None:
+        self._group = group
+        self._on_loss = on_loss
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Returns when it looks no more. It may be called again."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_WATCH_S):
+            try:
+                self._group.look()
+            except RankLost:
+                self._on_loss()
+                return
 
 
 def _become_follower(board: RankBoard, parent: int, rank: int, follow: Callable[[], None]) -> None:

@@ -43,9 +43,8 @@ from engine.ranks.gpu_executor import GpuAnnouncer, RankedGpuExecutor, pack_orde
 from engine.ranks.gpu_follow import follow_on_gpu
 from engine.ranks.gpu_lead import lead_part
 from engine.ranks.gpu_part import RankFacts, WaitEnder, require_alike
-from engine.ranks.group import RankGroup, RankLost
+from engine.ranks.group import RankGroup, RankLost, RankWatch
 from engine.ranks.leader import RankCommands, ranked_model
-from engine.ranks.watch import RankWatch
 from engine.replica.served_model import open_served_model
 from engine.step.layout import SequenceSlice, awaited_token, pack_step
 from engine.step.order import StepOrder

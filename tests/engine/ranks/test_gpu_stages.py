@@ -14,8 +14,7 @@ from engine.pipeline import pipeline_runner
 from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.protocol.types import SamplingParams
 from engine.ranks.gpu_part import WaitEnder
-from engine.ranks.group import RankLost
-from engine.ranks.watch import RankWatch
+from engine.ranks.group import RankLost, RankWatch
 from engine.step.layout import Int32s, SequenceSlice, awaited_token, pack_step
 from tests.engine.execution.test_gpu_runner import interpreted
 from tests.engine.ranks.test_gpu_ranks import ALL, GREEDY, life, two
