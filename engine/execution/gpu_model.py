@@ -119,7 +119,7 @@ class GpuModel:
         if part is not None:
             self.memory.windows = part.windows if part.windows.ranks > 1 else None
             self.memory.windows_bytes = part.windows.bytes
-            self.memory.handover_bytes = 0  # no blocks of ranks go anywhere
+            self.memory.handover_bytes = 0  # blocks of ranks go through the host's memory
 
     def runner(self, graph_rows: int) -> GpuRunner:
         """What runs steps of which no part is another stage's."""

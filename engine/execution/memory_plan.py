@@ -10,12 +10,15 @@ from typing import Final
 
 from engine.kernels.reference import KEY_STEP
 from engine.kvcache.tensors import KVPool, KVShape
+from engine.models.config import ModelConfig
 from engine.protocol.specs import ModelSpec
 from engine.step.attention_plan import KEYS_UNIT
 from engine.step.executor import PagedLayout, split_extents
 from engine.step.key_span import FULL, KeySpan
 
 _UNKEPT_BLOCKS_MAX: Final = 1 << 20
+BOUNCE_BYTES: Final = 1 << 20  # for blocks of ranks that come or go at once, but for a block that alone is larger
+_NUMBER_BYTES_MAX: Final = 4
 _WINDOWS_PART: Final = 32  # of a device at most one such part is for blocks that come from other replicas
 GRAPH_BYTES: Final = 1 << 20  # what each captured graph takes
 CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
@@ -81,6 +84,16 @@ def windows_bytes(model: ModelSpec, pools: Items[KVPool], device_bytes: int) -> 
     if len(pools) > 1 or pools[0].shape.span != FULL or pools[0].shape.layer_block_bytes % 8:
         return 0
     return min(model.handover_bytes, device_bytes // _WINDOWS_PART)
+
+
+def bounce_bytes(model: ModelSpec, config: ModelConfig) -> int:
+    """What a buffer takes in which ranks put their parts of blocks that go to other replicas; 0 where none go: a stage
+    has some layers of each, and layers that do not all see everything keep unlike ones."""
+    spans = [group.span for group in config.kv_groups]
+    if not model.handover_bytes or model.stages > 1 or spans != [FULL]:
+        return 0
+    slot_bytes = 2 * config.kv_heads * config.head_dim * _NUMBER_BYTES_MAX
+    return max(BOUNCE_BYTES, config.layers * model.block_tokens * slot_bytes)
 
 
 def _public_prefix_blocks(model: ModelSpec) -> int:

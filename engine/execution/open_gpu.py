@@ -101,6 +101,12 @@ def open_exchange(memory: DecoderMemory, resources: ExitStack) -> DeviceBlockExc
     and all layers keep the same ones. `resources` closes it before the memory."""
     if not isinstance(memory, GpuMemory) or not memory.handover_bytes:
         return None
+    return device_exchange(memory, resources)
+
+
+def device_exchange(memory: GpuMemory, resources: ExitStack) -> DeviceBlockExchange:
+    """How blocks of a model, or of its part on one rank, leave the device and come to it, where all layers keep the
+    same ones."""
     (group,), stream = memory.groups, memory.stream
     weak = proxy(memory)  # as in the memory itself
     exchange = DeviceBlockExchange(

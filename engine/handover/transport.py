@@ -13,7 +13,7 @@ import xxhash
 
 from engine.handover.channel import HandoverLost, MessageChannel
 from engine.handover.messages import BlockRun, BlocksTaken, run_blocks, window_run_blocks
-from engine.step.exchange import BlockExchange, BlockWindow, Gathering, WindowClosed
+from engine.step.exchange import BlockExchange, BlockWindow, Gathering, GatheringLost, WindowClosed
 
 _NOTHING: Final = BlocksTaken(0, 0)
 PIECES: Final = 8  # that wait for a receiver, or are on their way to it,
@@ -80,7 +80,10 @@ class HostPiece:
     def checksums(self) -> list[int]:
         """As in Piece: XXH3."""
         if self._gathering is not None:
-            self._gathering.wait()
+            try:
+                self._gathering.wait()
+            except GatheringLost as error:
+                raise HandoverLost(str(error)) from error
         view, size = self.view, self._block_bytes
         return [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(view), size)]
 

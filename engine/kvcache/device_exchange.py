@@ -69,7 +69,8 @@ class DeviceGathering:
 
 
 class DeviceBlockExchange:
-    """A BlockExchange over a pool on a device, and its BlockWindows: `windows`."""
+    """A BlockExchange over a pool on a device, and its BlockWindows: `windows`. A thread that waits for the device
+    begins with `attach`: else it would open the first one that the process sees."""
 
     def __init__(
         self, pool: KVPool, stream: DeviceStream, copies: BlockCopies, driver: WindowDriver, max_bytes: int,
@@ -85,7 +86,8 @@ class DeviceBlockExchange:
         self._out, self._beside = DeviceStream(stream.device), DeviceStream(stream.device)
         self._pulled = stream.mark()
         self._gathering: deque[DeviceGathering] = deque()  # the device may still write to their memory
-        self._zeroing = ThreadPoolExecutor(1, thread_name_prefix="handover-zero")
+        self.attach = driver.attach
+        self._zeroing = ThreadPoolExecutor(1, thread_name_prefix="handover-zero", initializer=self.attach)
         self.windows = DeviceWindows(self, driver, max_bytes, awake)
 
     def gather(self, blocks: Items[int], into: memoryview) -> DeviceGathering:

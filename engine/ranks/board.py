@@ -1,5 +1,5 @@
 """The memory that a model's ranks share: who has done which command, what failed, whether all is to end, the ring of
-commands, and room to exchange tensors.
+commands, and room to exchange tensors and blocks.
 
 One anonymous mapping, made before the ranks are forked. Each word has one writer; words are stored in one piece, and in
 the order in which they are written (as x86 does it). It knows no commands and no tensors.
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 ERROR_BYTES: Final = 1024
 MAILS: Final = 2  # times as many micro-batches as stages may be on their way
+BOUNCES: Final = 16  # for blocks on their way: what a turn of handovers copies, twice
 _LINE_WORDS: Final = 16  # two cache lines for each rank
 _PAGE: Final = mmap.PAGESIZE
 
@@ -35,18 +36,25 @@ class RankBoard:
     weights_bytes_W and what its weights take.
 
     Ranks are numbered stage by stage. Each stage has `buffers` to exchange tensors in, `mails` for what it hands on.
+
+    bounces    buffers for KV blocks that come or go, none where they do neither.
+    copied_BW  the last turn of each of them in which each rank has done its part; below 0 where it could not.
     """
 
-    def __init__(self, ranks: int, ring_bytes: int, exchange_bytes: int, stages: int = 1, mail_bytes: int = 0) -> None:
-        """`ranks` of all stages; exchange_bytes of each of two buffers, mail_bytes of a micro-batch. Pages are taken as
-        they are first written."""
+    def __init__(
+        self, ranks: int, ring_bytes: int, exchange_bytes: int, stages: int = 1, mail_bytes: int = 0,
+        bounce_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """`ranks` of all stages; exchange_bytes of each of two buffers, mail_bytes of a micro-batch, bounce_bytes of a
+        bounce buffer. Pages are taken as they are first written."""
         assert ranks >= stages >= 1
         assert ranks % stages == 0
         self.ranks, self.stages = ranks, stages
         mails = MAILS * stages if stages > 1 else 0
         words = _LINE_WORDS * (1 + ranks)
         of_stages = [exchange_bytes] * 2 * stages + [mail_bytes] * mails * stages
-        sizes = (words * 8, ranks * ERROR_BYTES, ring_bytes, *of_stages)
+        of_bounces = [bounce_bytes] * BOUNCES if bounce_bytes else []
+        sizes = (words * 8, ranks * ERROR_BYTES, ring_bytes, *of_stages, BOUNCES * ranks * 8, *of_bounces)
         starts = np.cumsum([0, *(_pages(size) for size in sizes)]).tolist()
         self._mapped = mmap.mmap(-1, starts[-1])
         memory = memoryview(self._mapped)
@@ -62,6 +70,9 @@ class RankBoard:
         first = 3 + 2 * stages
         self.buffers = [parts[3 + 2 * stage : 5 + 2 * stage] for stage in range(stages)]
         self.mails = [parts[first + mails * stage : first + mails * (1 + stage)] for stage in range(stages)]
+        first += mails * stages
+        self.copied_BW: NDArray[np.int64] = np.frombuffer(parts[first], np.int64).reshape(BOUNCES, ranks)
+        self.bounces = parts[first + 1 :]
 
     @property
     def published(self) -> int:

@@ -48,6 +48,8 @@ class CommandKind(enum.IntEnum):
     TIER_STORE = 20
     TIER_LOAD = 21
     TIER_JOIN = 22  # steps begin behind the oldest load that none began behind
+    GATHER = 23
+    SCATTER = 24
 
 
 COMPUTES: Final = frozenset({CommandKind.LAUNCH, CommandKind.PART, CommandKind.HEAD})

@@ -44,7 +44,8 @@ def follow_rank(model: ModelSpec, threads: int | None, board: RankBoard, parts: 
         def open_model(said: list[Any]) -> FollowerModel:
             opened = part.open(said[0], tokens, said[1])
             if part.link is None:
-                return FollowerModel(partial(_compute, opened.runner(follower.beat)), opened.memory)
+                blocks = follower.blocks(opened.pools[0].shape, opened.groups[0]) if board.bounces else None
+                return FollowerModel(partial(_compute, opened.runner(follower.beat)), opened.memory, blocks=blocks)
             compute, head = _staged(part.stage_of(opened, tokens, follower.beat), part.link)
             return FollowerModel(compute, opened.memory, head=head)
 

@@ -8,11 +8,14 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from engine.kvcache.slot_tier import SlotTier
+from engine.kvcache.tensors import KVShape
 from engine.memory.errors import OutOfHostMemory
 from engine.memory.streams import StreamEvent
+from engine.ranks.block_exchange import RankBlocks
 from engine.ranks.board import RankBoard
 from engine.ranks.command_ring import COMPUTES, Command, CommandKind, CommandReader
 from engine.ranks.leader import REFUSALS, grow_or_refuse
+from engine.step.exchange import BlockExchange
 from engine.step.executor import DecoderMemory
 
 _CHANGES_MEMORY: Final = frozenset(
@@ -30,16 +33,18 @@ class RankGraphs(Protocol):
 
 class FollowerModel:
     """This rank's part of the model: `compute` takes a step as rank 0 sent it, and its results go into the ranks'
-    exchanges; `head` what rank 0 says of rows that came back to the first stage. `graphs` is there on GPUs."""
+    exchanges; `head` what rank 0 says of rows that came back to the first stage. `graphs` is there on GPUs, `blocks`
+    where they go to other replicas."""
 
     def __init__(
         self, compute: Callable[[bytes], object], memory: DecoderMemory, graphs: RankGraphs | None = None,
-        head: Callable[[bytes], object] | None = None,
+        head: Callable[[bytes], object] | None = None, blocks: RankBlocks | None = None,
     ) -> None:  # fmt: skip
         self._compute = compute
         self._head = head
         self._memory = memory
         self._graphs = graphs
+        self._blocks = blocks
         self._loads: deque[StreamEvent] = deque()
 
     def apply(self, command: Command) -> None:
@@ -64,6 +69,10 @@ class FollowerModel:
                 assert self._graphs is not None
                 captures = command.kind == CommandKind.CAPTURE
                 (self._graphs.capture if captures else self._graphs.drop)(payload[0], payload[1])
+            case CommandKind.GATHER | CommandKind.SCATTER:
+                assert self._blocks is not None
+                gathers = command.kind == CommandKind.GATHER
+                (self._blocks.gather if gathers else self._blocks.scatter)(payload[0], payload[1])
             case kind if kind.name.startswith("TIER_"):
                 self._apply_to_tier(kind, payload)
             case kind:
@@ -126,6 +135,10 @@ class Follower:
         result = act(msgspec.msgpack.decode(command.payload))
         self._board.ended_W[self._rank] = command.number
         return result
+
+    def blocks(self, shape: KVShape, local: BlockExchange, attach: Callable[[], None] | None = None) -> RankBlocks:
+        """Its side of blocks that go to other replicas, as RankBlocks has it."""
+        return RankBlocks(self._board, self._rank, shape, local, attach)
 
     def follow(self, model: FollowerModel) -> None:
         """Does command after command until CLOSE. Raises what a command does that could not be done."""

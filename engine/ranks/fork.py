@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from engine.execution.cpu_model import SEQUENCES, STEP_TOKENS
-from engine.execution.memory_plan import DoesNotFit, context_tokens
+from engine.execution.memory_plan import DoesNotFit, bounce_bytes, context_tokens
 from engine.hostinfo.gpus import VISIBLE_DEVICES_VARIABLE, visible_gpus
 from engine.layers.cpu_row import row_functions
 from engine.models.config import is_encoder, read_decoder_config
@@ -57,7 +57,7 @@ def fork_ranks(
     parts = parts or model.gpus
     board = RankBoard(
         model.gpus * model.stages, ring_bytes(_table_words(model, config, SEQUENCES)),
-        _exchange_bytes(model, config, parts), model.stages, _mail_bytes(model, config),
+        _exchange_bytes(model, config, parts), model.stages, _mail_bytes(model, config), bounce_bytes(model, config),
     )  # fmt: skip
     return Ranks(RankGroup.fork(board, partial(follow_rank, model, threads, board, parts), stall_s), parts)
 
@@ -75,7 +75,8 @@ def _fork_on_gpus(model: ModelSpec, config: ModelConfig, names: list[str], stall
     from engine.execution.gpu_memory import SEQUENCES as GPU_SEQUENCES  # only here: a CPU needs no Triton
     from engine.ranks.gpu_follow import follow_on_gpu
 
-    board = RankBoard(count, ring_bytes(_table_words(model, config, GPU_SEQUENCES)), 1)
+    ring = ring_bytes(_table_words(model, config, GPU_SEQUENCES))
+    board = RankBoard(count, ring, 1, bounce_bytes=bounce_bytes(model, config))
     pairs = [RankChannel.pair() for _ in range(1, count)]
 
     def follow(rank: int, waker: int) -> None:

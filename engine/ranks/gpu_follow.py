@@ -5,9 +5,10 @@ from contextlib import ExitStack
 import torch
 
 from engine.execution.gpu_model import GpuModel
-from engine.execution.gpu_runner import GRAPH_ROWS_MAX, GpuRunner
+from engine.execution.gpu_runner import GRAPH_ROWS_MAX
 from engine.execution.memory_plan import context_tokens
 from engine.execution.open import open_follower_source
+from engine.execution.open_gpu import device_exchange
 from engine.pipeline.stage_runner import StageRunner
 from engine.protocol.specs import ModelSpec
 from engine.ranks.board import RankBoard
@@ -40,20 +41,25 @@ def follow_on_gpu(
             model, config, source, context_tokens(model, config.context_tokens), follower.beat, part, resources
         )
 
-        def begin(said: list[list[int]]) -> GpuRunner | StageRunner:
+        def begin(said: list[list[int]]) -> FollowerModel:
             with opened.memory.stream.entered():
                 opened.memory.workspace.grow(said[0])
+            blocks = None
+            if board.bounces:
+                exchange = device_exchange(opened.memory, resources)
+                blocks = follower.blocks(opened.memory.pools.shape, exchange, exchange.attach)
+                resources.callback(blocks.close)
             graph_rows = GRAPH_ROWS_MAX if device.type == "cuda" else 0
-            return opened.runner(graph_rows) if part.stages is None else part.stages.runner(opened, graph_rows)
+            runner = opened.runner(graph_rows) if part.stages is None else part.stages.runner(opened, graph_rows)
+            resources.callback(runner.close)
 
-        runner = follower.read(CommandKind.OPEN, begin)
-        resources.callback(runner.close)
+            def head(_: bytes) -> None:
+                assert isinstance(runner, StageRunner)
+                runner.follow_head()
 
-        def head(_: bytes) -> None:
-            assert isinstance(runner, StageRunner)
-            runner.follow_head()
+            def launch(payload: bytes) -> None:
+                runner.follow(*unpack_order(payload))
 
-        def launch(payload: bytes) -> None:
-            runner.follow(*unpack_order(payload))
+            return FollowerModel(launch, opened.memory, runner, head, blocks)
 
-        follower.follow(FollowerModel(launch, opened.memory, runner, head))
+        follower.follow(follower.read(CommandKind.OPEN, begin))

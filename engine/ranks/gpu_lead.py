@@ -1,14 +1,17 @@
 """Rank 0's part of a model on several GPUs, and what the others are told before they follow."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import msgspec
 
 from engine.execution.gpu_memory import GpuMemory
+from engine.execution.open_gpu import device_exchange
 from engine.memory.symmetric import window_driver
 from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.pipeline.stage_plan import PoolSizes, StageRoom, pool_sizes, stage_shares
 from engine.protocol.specs import ModelSpec
+from engine.ranks.block_exchange import RankBlocks, RankedExchange, whole_layouts
 from engine.ranks.channel import swap_as_leader
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.fork import Ranks
@@ -51,7 +54,8 @@ def lead_part(
     def begin(memory: GpuMemory, segments: Sequence[int]) -> RankedMemory:
         commands.wait(commands.say(CommandKind.OPEN, list(segments)))
         stages = [StageBytes(share.source.bytes, share.block_bytes) for share in shares]
-        return RankedMemory(memory, commands, stages=stages)
+        layouts = whole_layouts(source.config, memory.pools.shape)
+        return RankedMemory(memory, commands, layouts, stages=stages)
 
     def lead(runner: PipelineRunner) -> None:
         commands.begin_launched = runner.begin_all
@@ -64,3 +68,15 @@ def lead_part(
     ]
     part.announcer, part.begin_following, part.lead = announcer, begin, lead
     return part
+
+
+def lead_exchange(memory: RankedMemory, commands: RankCommands, resources: ExitStack) -> RankedExchange | None:
+    """How the blocks of all ranks go to other replicas, where they do. `resources` closes it before the memory."""
+    own, board = memory.local, commands.group.board
+    if not board.bounces:
+        return None
+    assert isinstance(own, GpuMemory)
+    device = device_exchange(own, resources)
+    exchange = RankedExchange(RankBlocks(board, 0, own.pools.shape, device, device.attach), commands)
+    resources.callback(exchange.close)
+    return exchange

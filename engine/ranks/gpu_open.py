@@ -14,10 +14,10 @@ from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.protocol.specs import ModelSpec
 from engine.ranks.fork import Ranks
 from engine.ranks.gpu_executor import GpuAnnouncer, RankedGpuExecutor
-from engine.ranks.gpu_lead import lead_part
+from engine.ranks.gpu_lead import lead_exchange, lead_part
 from engine.ranks.gpu_part import WaitEnder
 from engine.ranks.group import RankWatch
-from engine.ranks.leader import RankCommands, ranked_model
+from engine.ranks.leader import RankCommands, RankedMemory, ranked_model
 from engine.step.executor import LoadedModel
 
 _OPENING_STALL_S: Final = 300.0  # kernels are compiled
@@ -44,9 +44,11 @@ def open_on_gpus(
                 runner, memory, report = open_gpu(
                     model, source.config, source, tokens, beat, device_bytes, standby, inner, part
                 )
+                assert isinstance(memory, RankedMemory)
+                exchange = lead_exchange(memory, commands, inner)
                 resources.callback(commands.close)
         except OutOfDeviceMemory as error:
             raise DoesNotFit(f"{model.name}: {error}") from error
         assert isinstance(runner, GpuRunner | PipelineRunner)
         parts: DecoderParts = (RankedGpuExecutor(runner, announcer, group), memory, report)
-        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources))
+        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources), exchange)

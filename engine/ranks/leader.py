@@ -20,6 +20,7 @@ from engine.protocol.types import RankLoad
 from engine.ranks.command_ring import CommandKind, CommandWriter
 from engine.ranks.group import RankGroup, RankLost
 from engine.step.cost_model import CostModel
+from engine.step.exchange import BlockExchange
 from engine.step.executor import (
     Arrival,
     DecoderExecutor,
@@ -158,11 +159,11 @@ class RankedExecutor:
 class RankedPagedMemory:
     """A PagedMemory of several ranks: the blocks have the same numbers on all of them.
 
-    layout  as rank 0's, with the bytes that a block takes on all ranks of one device.
+    layout  as rank 0's, with the bytes that a block takes on all ranks of one device, and the name of whole blocks.
     """
 
-    def __init__(self, local: PagedMemory, index: int, commands: RankCommands, block_bytes: int) -> None:
-        self.layout = replace(local.layout, block_bytes=block_bytes)
+    def __init__(self, local: PagedMemory, index: int, commands: RankCommands, name: str, block_bytes: int) -> None:
+        self.layout = replace(local.layout, name=name, block_bytes=block_bytes)
         self._local = local
         self._index = index
         self._commands = commands
@@ -273,10 +274,11 @@ class RankedMemory:
     """A DecoderMemory of several ranks on one host, which sleep and wake as one."""
 
     def __init__(
-        self, local: DecoderMemory, commands: RankCommands, shared_block_bytes: Items[int] | None = None,
-        stages: Items[StageBytes] = (),
+        self, local: DecoderMemory, commands: RankCommands, layouts: Items[str],
+        shared_block_bytes: Items[int] | None = None, stages: Items[StageBytes] = (),
     ) -> None:  # fmt: skip
-        """`shared_block_bytes`: all ranks are on one device, as on a CPU, and a block of each memory takes so much on
+        """`layouts` are the names of whole blocks of each group: replicas whose ranks alone differ have the same.
+        `shared_block_bytes`: all ranks are on one device, as on a CPU, and a block of each memory takes so much on
         all of them; else each has its own, and its bytes are counted of each. `stages` say of those with devices of
         their own what is unlike there: what is counted is what the fullest device has."""
         self._shared = shared_block_bytes is not None
@@ -286,13 +288,16 @@ class RankedMemory:
         if self._stages:
             most = [max(counts) for counts in zip(*(stage.block_bytes for stage in stages), strict=True)]
             sizes = [0] * (len(local.memories) - len(most)) + most
+        unkept = [memory.layout.name for memory in local.memories[: -len(layouts)]]
         self.memories: tuple[PagedMemory, ...] = tuple(
-            RankedPagedMemory(memory, index, commands, block_bytes)
-            for index, (memory, block_bytes) in enumerate(zip(local.memories, sizes, strict=True))
+            RankedPagedMemory(memory, index, commands, name, block_bytes)
+            for index, (memory, name, block_bytes) in enumerate(
+                zip(local.memories, [*unkept, *layouts], sizes, strict=True)
+            )
         )
         self.tier = RankedTier(local.tier, commands) if isinstance(local.tier, SlotTier) else None
         self.arrived, self.images = local.arrived, local.images
-        self._local = local
+        self.local = local
         self._commands = commands
 
     @property
@@ -303,27 +308,27 @@ class RankedMemory:
     def prepare(self) -> int:
         """As in Sleeper, on all ranks."""
         self._commands.say(CommandKind.PREPARE)
-        return self._local.prepare()
+        return self.local.prepare()
 
     def sleep(self, keep: Items[Items[int]]) -> int:
         """As in Sleeper: where one rank has no memory for what is to be kept, all stay awake."""
         blocks, extents = [[*each] for each in keep], [memory.mapped for memory in self.memories]
         return self._attempt(
-            RankCommand(CommandKind.SLEEP, (blocks,), lambda: self._local.sleep(blocks)),
-            RankCommand(CommandKind.WAKE, (extents, blocks), lambda: self._local.wake(extents, blocks)),
+            RankCommand(CommandKind.SLEEP, (blocks,), lambda: self.local.sleep(blocks)),
+            RankCommand(CommandKind.WAKE, (extents, blocks), lambda: self.local.wake(extents, blocks)),
         )
 
     def wake(self, extents: Items[Items[int]], restore: Items[Items[int]]) -> int:
         """As in Sleeper: where one rank has no memory, all sleep on."""
         there, blocks = [[*each] for each in extents], [[*each] for each in restore]
         return self._attempt(
-            RankCommand(CommandKind.WAKE, (there, blocks), lambda: self._local.wake(there, blocks)),
-            RankCommand(CommandKind.SLEEP, (blocks,), lambda: self._local.sleep(blocks)),
+            RankCommand(CommandKind.WAKE, (there, blocks), lambda: self.local.wake(there, blocks)),
+            RankCommand(CommandKind.SLEEP, (blocks,), lambda: self.local.sleep(blocks)),
         )
 
     def usage(self) -> MemoryUsage:
         """As in Sleeper: of all ranks where these share a device; else every rank holds as much as rank 0."""
-        own, board = self._local.usage(), self._commands.group.board
+        own, board = self.local.usage(), self._commands.group.board
         if not self._shared:
             own = own if not self._stages else self._fullest(own)
             host = {name: board.ranks * getattr(own, name) for name in _OF_THE_HOST}
@@ -331,7 +336,7 @@ class RankedMemory:
         layouts, weights_bytes = [memory.layout for memory in self.memories], int(board.weights_bytes_W.sum())
         mapped = [len(memory.mapped) * memory.layout.extent_bytes for memory in self.memories]
         block_bytes = sum(layout.block_bytes for layout in layouts)
-        own_block_bytes = sum(memory.layout.block_bytes for memory in self._local.memories)
+        own_block_bytes = sum(memory.layout.block_bytes for memory in self.local.memories)
         kept_bytes, standby_bytes = (
             count * block_bytes // own_block_bytes for count in (own.kept_bytes, own.standby_bytes)
         )
@@ -346,7 +351,7 @@ class RankedMemory:
     def _fullest(self, own: MemoryUsage) -> MemoryUsage:
         """What rank 0 uses, with the most of everything that a device of some stage has instead."""
         first, usages = self._stages[0], []
-        groups = self._local.memories[-len(first.block_bytes) :]
+        groups = self.local.memories[-len(first.block_bytes) :]
         own_extents = [memory.layout.extent_blocks * memory.layout.block_bytes for memory in groups]
         own_fixed = own.max_bytes - max(
             size * memory.layout.extents for size, memory in zip(own_extents, groups, strict=True)
@@ -376,13 +381,13 @@ class RankedMemory:
     def rank_loads(self) -> list[RankLoad]:
         """What each rank has done so far, and holds."""
         board = self._commands.group.board
-        board.device_bytes_W[0] = self._local.usage().device_bytes
+        board.device_bytes_W[0] = self.local.usage().device_bytes
         columns = (board.steps_W, board.waited_us_W // 1000, board.device_bytes_W)
         return [RankLoad(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def ranked_model(loaded: LoadedModel) -> LoadedModel:
-    """The model with what its memory, which is that of several ranks, says of them."""
+def ranked_model(loaded: LoadedModel, exchange: BlockExchange | None) -> LoadedModel:
+    """The model with what its memory, which is that of several ranks, says of them, and with their exchange."""
     memory = loaded.sleeper
     assert isinstance(memory, RankedMemory)
-    return replace(loaded, rank_loads=memory.rank_loads, devices=memory.devices)
+    return replace(loaded, rank_loads=memory.rank_loads, devices=memory.devices, exchange=exchange)

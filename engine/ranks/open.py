@@ -15,7 +15,7 @@ from engine.execution.cpu_model import CpuModel
 from engine.execution.open import DecoderParts, loaded_decoder, read_decoder
 from engine.hostinfo.memory import available_memory_bytes
 from engine.protocol.specs import ModelSpec
-from engine.ranks.board import RankBoard
+from engine.ranks.block_exchange import RankBlocks, RankedExchange, whole_layouts
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.cpu_part import CpuRankPart
 from engine.ranks.fork import Ranks
@@ -44,15 +44,15 @@ def open_ranked_model(
     with ExitStack() as resources:
         resources.callback(ranks.group.close)
         config, tokens, files, source = read_decoder(model, _CPU)
-        parts = _open_parts(model, source, files, tokens, beat, device_bytes, ranks, resources)
-        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources))
+        parts, exchange = _open_parts(model, source, files, tokens, beat, device_bytes, ranks, resources)
+        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources), exchange)
 
 
 def _open_parts(
     model: ModelSpec, source: WeightSource, files: ModelFiles, tokens: int,
     beat: Callable[[], None], device_bytes: int | None, ranks: Ranks, resources: ExitStack,
-) -> DecoderParts:  # fmt: skip
-    """Rank 0's side. `resources` tells the followers to end."""
+) -> tuple[DecoderParts, RankedExchange | None]:  # fmt: skip
+    """Rank 0's side, and how its blocks go to other replicas. `resources` tells the followers to end."""
     group, commands, board = ranks.group, RankCommands(ranks.group), ranks.group.board
     loading = commands.say(CommandKind.OPEN, str(source.dtype).removeprefix("torch."), software_of(_CPU))
     beat = group.watched(beat)
@@ -63,9 +63,15 @@ def _open_parts(
     opened = part.open(part.blocks(tokens, free_bytes * board.stages // board.ranks), tokens)
     resources.callback(opened.memory.close)
     resources.callback(commands.close)
+    exchange = None
+    if board.bounces:
+        exchange = RankedExchange(RankBlocks(board, 0, opened.pools[0].shape, opened.groups[0]), commands)
+        resources.callback(exchange.close)
     sizes = [pool.blocks for pool in opened.pools], [pool.extent_blocks for pool in opened.pools]
     commands.wait(commands.say(CommandKind.OPEN, *sizes))
-    memory = RankedMemory(opened.memory, commands, _shared_block_bytes(part, opened, board))
+    shared_bytes = _shared_block_bytes(part, opened, board.ranks // board.stages)
+    layouts = whole_layouts(source.config, opened.pools[0].shape)
+    memory = RankedMemory(opened.memory, commands, layouts, shared_bytes)
     _map_first(opened, memory, device_bytes, free_bytes)
     executor: DecoderExecutor
     if part.link is None:
@@ -81,13 +87,12 @@ def _open_parts(
         opened.report(free_bytes), weights_bytes=weights_bytes, kv_bytes=kv_bytes,
         free_bytes=max(0, free_bytes - kv_bytes),
     )  # fmt: skip
-    return executor, memory, report
+    return (executor, memory, report), exchange
 
 
-def _shared_block_bytes(part: CpuRankPart, opened: CpuModel, board: RankBoard) -> list[int]:
-    """What a block of each of the model's memories takes on all ranks."""
+def _shared_block_bytes(part: CpuRankPart, opened: CpuModel, ranks: int) -> list[int]:
+    """What a block of each of the model's memories takes on so many ranks, those of a stage."""
     layers = [len(group.layers) for group in part.whole_config.kv_groups]
-    ranks = board.ranks // board.stages
     shared = [ranks * count * pool.shape.layer_block_bytes for count, pool in zip(layers, opened.pools, strict=True)]
     return [0] * (len(opened.memory.memories) - len(shared)) + shared
 

@@ -141,12 +141,16 @@ def open_handovers(
     paged = model.paged
     exchange = model.exchange
     works = spec.model.handover_bytes and exchange is not None
+    if spec.model.handover_bytes and exchange is None:
+        log("handovers_unavailable", level="warning", model=spec.model.name, problem=_problem(model, spec))
+    if works and model.devices > 1:
+        log("handovers_by_host_memory", model=spec.model.name, reason="each GPU has a part of every block")
     format = BlockFormat(
         boot=str(spec.boot),
         model=spec.model.name,
         revision=model.revision,
         layout=validator.kv_layout,
-        block_bytes=paged.layout.block_bytes if paged is not None else 0,
+        block_bytes=paged.layout.block_bytes * model.devices if paged is not None else 0,  # each has a part
         region=spec.region,
     )
     return Handovers(
@@ -158,3 +162,12 @@ def open_handovers(
         address=handover_address(spec.address) if works else "",
         fabric=spec.fabric,
     )
+
+
+def _problem(model: LoadedModel, spec: ReplicaSpec) -> str:
+    """Why a model hands over no KV, and takes none in."""
+    if spec.model.stages > 1:
+        return f"stages = {spec.model.stages}: each has the KV of some layers, and calls move by their tokens alone"
+    if len(model.memories) > 1:
+        return "its layers do not all see everything, and keep unlike blocks: calls move by their tokens alone"
+    return "it keeps no KV" if not model.memories else "its device has no room for windows: calls move by their tokens"

@@ -14,6 +14,10 @@ class WindowClosed(Exception):
     """The memory was given back while somebody still meant to use it."""
 
 
+class GatheringLost(Exception):
+    """Blocks that were to be copied will never be there."""
+
+
 class Gathering(Protocol):
     """Blocks on their way out of the pool.
 
@@ -24,7 +28,7 @@ class Gathering(Protocol):
 
     def wait(self) -> list[int]:
         """Returns when they are there. A checksum (64 bits) of each where a device has computed them, else none. One
-        thread calls it, not always the one that began."""
+        thread calls it, not always the one that began. Raises GatheringLost."""
 
 
 @dataclass(slots=True)

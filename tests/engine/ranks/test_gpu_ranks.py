@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -23,7 +24,7 @@ from engine.execution.artifacts import kernels_folder
 from engine.execution.gpu_memory import GpuMemory
 from engine.execution.gpu_model import GpuModel
 from engine.execution.gpu_runner import GpuRunner
-from engine.execution.memory_plan import DoesNotFit
+from engine.execution.memory_plan import BOUNCE_BYTES, DoesNotFit
 from engine.execution.open import loaded_decoder, read_decoder, seeing_source
 from engine.layers.linear_gpu import Bf12Linear, GpuLinear
 from engine.memory.errors import CaptureFailed, OutOfDeviceMemory
@@ -41,10 +42,10 @@ from engine.ranks.follower import Follower, FollowerModel
 from engine.ranks.fork import Ranks, fork_ranks
 from engine.ranks.gpu_executor import GpuAnnouncer, RankedGpuExecutor, pack_order, unpack_order
 from engine.ranks.gpu_follow import follow_on_gpu
-from engine.ranks.gpu_lead import lead_part
+from engine.ranks.gpu_lead import lead_exchange, lead_part
 from engine.ranks.gpu_part import RankFacts, WaitEnder, require_alike
 from engine.ranks.group import RankGroup, RankLost, RankWatch
-from engine.ranks.leader import RankCommands, ranked_model
+from engine.ranks.leader import RankCommands, RankedMemory, ranked_model
 from engine.replica.served_model import open_served_model
 from engine.step.layout import SequenceSlice, awaited_token, pack_step
 from engine.step.order import StepOrder
@@ -74,7 +75,8 @@ class OpenedRanks:
         sizes = {"context_tokens": 256, "sequences": 8, "step_tokens": 128} | settings
         self.spec = model = spec(folder, gpus=gpus, stages=stages, dtype="float32", **sizes)
         count = gpus * stages
-        board, pairs = RankBoard(count, RING_BYTES, 1), [RankChannel.pair() for _ in range(1, count)]
+        board = RankBoard(count, RING_BYTES, 1, bounce_bytes=BOUNCE_BYTES if model.handover_bytes else 0)
+        pairs = [RankChannel.pair() for _ in range(1, count)]
 
         def follow(rank: int, waker: int) -> None:
             torch.set_num_threads(1)
@@ -89,7 +91,10 @@ class OpenedRanks:
         ranks = Ranks(self.group, count, tuple(own for own, _ in pairs))
         self.part = lead_part(model, source, ranks, commands, announcer, tokens)
         opened = GpuModel(model, source.config, source, tokens, lambda: None, self.part, resources)
-        self.memory = self.part.begin(opened.memory, [])
+        memory = self.part.begin(opened.memory, [])
+        assert isinstance(memory, RankedMemory)
+        self.memory = memory
+        self.exchange = lead_exchange(self.memory, commands, resources)
         runner = opened.decoder_runner(0)
         assert isinstance(runner, GpuRunner | PipelineRunner)
         resources.callback(runner.close)
@@ -98,7 +103,7 @@ class OpenedRanks:
             paged.map(range(len(paged.mapped), paged.layout.extents))
         self.executor = RankedGpuExecutor(runner, announcer, self.group)
         parts = (self.executor, self.memory, Mock())
-        self.model = ranked_model(loaded_decoder(model, config, tokens, files, parts, ExitStack()))
+        self.model = ranked_model(loaded_decoder(model, config, tokens, files, parts, ExitStack()), self.exchange)
 
 
 @contextmanager
@@ -205,13 +210,15 @@ def test_two_gpus_answer_as_one_in_12_bits(tied: bool, tmp_path: Path) -> None:
 
 def test_bytes_of_a_device_are_those_of_each_and_of_the_host_those_of_all(folders: dict[str, Path]) -> None:
     with two(folders["qwen3"]) as ranks:
-        local, usage = ranks.memory._local.usage(), ranks.memory.usage()
+        local, usage = ranks.memory.local.usage(), ranks.memory.usage()
         assert (usage.device_bytes, usage.min_bytes, usage.kv_bytes) == (
             local.device_bytes, local.min_bytes, local.kv_bytes,
         )  # fmt: skip
         assert usage.standby_bytes == 2 * local.standby_bytes
         assert usage.asleep_bytes >= ranks.part.windows.bytes >= 48 << 20
-        assert ranks.memory.memories[-1].layout == ranks.memory._local.memories[-1].layout
+        layout, own_layout = (memory.memories[-1].layout for memory in (ranks.memory, ranks.memory.local))
+        assert layout == replace(own_layout, name=layout.name)
+        assert ("h2x" in layout.name, "h1x" in own_layout.name) == (True, True), "it is called as whole blocks are"
 
 
 def test_a_model_that_sleeps_keeps_no_more_than_each_rank_has_memory_for(folders: dict[str, Path]) -> None:

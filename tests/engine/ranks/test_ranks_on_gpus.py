@@ -95,6 +95,20 @@ def brings_back(folder: str, gpus: int) -> None:
     print("true")
 
 
+def hands_over(folder: str, gpus: int, sent: str, received: str) -> None:
+    """Prints the tokens behind a prompt whose blocks it writes to a file, and behind those of another file."""
+    with inference_mode():
+        model, _ = opened(folder, gpus, 1, handover_bytes=64 << 20)
+        from tests.engine.ranks import test_block_exchange as blocks  # behind the fork: it asks for a GPU
+
+        with closing(model):
+            Path(sent).write_bytes(blocks.computed(model))
+            tokens = [blocks.behind(model, blocks.BLOCKS)[0]]
+            if received:
+                tokens.append(blocks.require_goes_on(model, Path(received).read_bytes())[0])
+    print(json.dumps(tokens))
+
+
 def loses(folder: str, gpus: int, stages: int, number: int) -> None:
     """Prints how long it took until a lost rank was noticed, and why the model ended."""
     with inference_mode():
@@ -144,6 +158,13 @@ def test_what_a_start_keeps_is_found(folder: str, gpus: int, stages: int) -> Non
 
 def test_blocks_of_two_ranks_come_back_from_the_host(folder: str) -> None:
     assert said("brings_back", folder, 2) is True
+
+
+def test_what_two_gpus_hand_over_one_goes_on_with_and_the_other_way_round(folder: str, tmp_path: Path) -> None:
+    of_two, of_one, again = (str(tmp_path / name) for name in ("two", "one", "again"))
+    (wanted,) = said("hands_over", folder, 2, of_two, "")
+    assert said("hands_over", folder, 1, of_one, of_two) == [wanted, wanted]
+    assert said("hands_over", folder, 2, again, of_one) == [wanted, wanted]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
