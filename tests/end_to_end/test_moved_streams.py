@@ -61,3 +61,26 @@ def test_a_stream_of_a_replica_that_drains_goes_on_with_its_kv(name: str, addres
                 assert len(await gateway.records()) == 1, "it was charged once"
 
     call()
+
+
+def test_a_stream_of_two_ranks_that_drain_goes_on_at_one_with_its_kv(tmp_path: Path) -> None:
+    @looped
+    async def call() -> None:
+        async with served(tmp_path / "served", relays=relays(tmp_path, addresses)) as gateway:
+            of_two, of_one = gateway.fleet.replicas
+            assert isinstance(of_two, CutReplica)
+            assert isinstance(of_one, CutReplica)
+            for number in range(12):  # each goes to either, as its prompt says
+                story = {"role": "user", "content": f"Tell me story {number}."}
+                asked = {"messages": [*STORY[:1], story], "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+                answer = await drained(gateway, 6, **asked)
+                if of_two.moved and not of_one.moved:
+                    break
+            assert of_two.moved, "no call went to the two ranks"
+            assert of_one.submits[-1].given[0].handover, "no key"
+            calm = await gateway.chat(**asked)
+            assert timeless(answer.json) == timeless(calm.json)
+            await gateway.settled()
+
+    with real_replicas(tmp_path, 2, ranks=(2, 1), dtype="float32", handover_bytes=64 << 20) as addresses:
+        call()

@@ -15,7 +15,7 @@ from engine.protocol.types import ReplicaRole, Residency
 from gateway.cluster import prefill_routing
 from gateway.cluster.prefill_choice import PrefillChoice, PrefillReason, PrefillSite
 from tests.end_to_end.test_resumed_streams import CASES, ENDLESS, STORY, relays, shape, timeless
-from tests.support.cut_replica import EMBER_FOLDER, CutReplica
+from tests.support.cut_replica import EMBER_FOLDER, PARTS_PROGRAM, CutReplica
 from tests.support.moving_replicas import MovingReplica, nothing_held
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
@@ -64,12 +64,8 @@ async def apart(gateway: Served) -> list[CutReplica]:
     return [replica for replica in gateway.fleet.replicas if isinstance(replica, CutReplica)]
 
 
-@pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("name", CASES)
-def test_a_prompt_computed_elsewhere_has_the_answer_that_it_has_anyway(
-    name: str, pair: list[MovingReplica], tmp_path: Path
-) -> None:
-    asked = {"messages": STORY, **CASES[name]}
+def require_same_answers(asked: dict[str, Any], pair: list[MovingReplica], tmp_path: Path) -> None:
+    """Where the first of the pair computes the prompt, and the other one answers."""
 
     @looped
     async def call() -> None:
@@ -97,6 +93,33 @@ def test_a_prompt_computed_elsewhere_has_the_answer_that_it_has_anyway(
 
     call()
     nothing_held(*pair)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", CASES)
+def test_a_prompt_computed_elsewhere_has_the_answer_that_it_has_anyway(
+    name: str, pair: list[MovingReplica], tmp_path: Path
+) -> None:
+    require_same_answers({"messages": STORY, **CASES[name]}, pair, tmp_path)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_prompt_computed_by_two_ranks_is_answered_by_one(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    pair = [
+        MovingReplica(
+            [sys.executable, str(PARTS_PROGRAM)], tmp_path_factory.mktemp("ranks"),
+            ModelSpec(name=MODEL, folder=str(EMBER_FOLDER), dtype="float32", gpus=gpus, handover_bytes=64 << 20), "2",
+        )
+        for gpus in (2, 1)
+    ]  # fmt: skip
+    try:
+        assert all(each.takes_at for each in pair)
+        require_same_answers(GREEDY, pair, tmp_path)
+    finally:
+        for each in pair:
+            each.stop()
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -5,8 +5,9 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from tests.support.stub_replica import Behaviour, StubReplica
 from tests.support.waiting import wait_for
 
 EMBER_FOLDER = Path(__file__).parents[2] / "engine" / "builtin_model"
+PARTS_PROGRAM = Path(__file__).with_name("parts_replica.py")
 START_S = 90.0
 
 
@@ -80,11 +82,12 @@ class CutReplica(StubReplica):
 
 
 @contextlib.contextmanager
-def real_replicas(folder: Path, count: int, **model: int) -> Iterator[list[str]]:
-    """Addresses of replicas of the built-in model, on the CPU."""
+def real_replicas(folder: Path, count: int, ranks: Sequence[int] = (), **model: Any) -> Iterator[list[str]]:
+    """Addresses of replicas of the built-in model, on the CPU: of one rank each, or of so many `ranks`, all of which
+    compute sums in as many parts."""
     specs = [
         ReplicaSpec(
-            model=ModelSpec(name="@cf/test/stub", folder=str(EMBER_FOLDER), **model),  # type: ignore[arg-type]
+            model=ModelSpec(name="@cf/test/stub", folder=str(EMBER_FOLDER), gpus=ranks[index] if ranks else 1, **model),
             address=f"unix:{folder / f'real-{index}.sock'}",
             pulse=str(folder / f"pulse-{index}"),
             boot=1,
@@ -96,7 +99,9 @@ def real_replicas(folder: Path, count: int, **model: int) -> Iterator[list[str]]
     with contextlib.ExitStack() as ends:
         for index, spec in enumerate(specs):
             log = ends.enter_context((folder / f"real-{index}.log").open("w"))
-            command = [sys.executable, "-m", "engine.replica.server", msgspec.json.encode(spec).decode()]
+            program = [str(PARTS_PROGRAM)] if ranks else ["-m", "engine.replica.server"]
+            more = [str(max(ranks))] if ranks else []
+            command = [sys.executable, *program, msgspec.json.encode(spec).decode(), *more]
             process = subprocess.Popen(command, stderr=log)
             ends.callback(process.wait, 30)
             ends.callback(process.kill)

@@ -130,6 +130,20 @@ def test_steps_that_are_launched_later_change_nothing_of_what_leaves(folder: Pat
         assert into == expected
 
 
+def test_what_left_before_a_sleep_is_there_after_it_and_comes_back(folder: Path) -> None:
+    with opened(folder, 2, **HANDOVER) as (model, _):
+        expected, wanted = computed(model), behind(model, BLOCKS)
+        into, mapped, fall_asleep = bytearray(len(expected)), model.memories[0].mapped, model.sleeper.sleep
+        with memoryview(into) as view:
+            gathering = exchange_of(model).gather(BLOCKS, view)
+            fall_asleep([[]])
+            model.sleeper.wake([mapped], [[]])
+            gathering.wait()
+        whole = TOKENS // BLOCK_TOKENS * block_bytes(model)
+        assert into[:whole] == expected[:whole]
+        assert require_goes_on(model, bytes(into)) == wanted
+
+
 @pytest.mark.parametrize("refusing_rank", [0, 1])
 def test_a_rank_without_memory_ends_what_leaves_and_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch, refusing_rank: int
