@@ -15,6 +15,7 @@ from engine.bf12.codec import Bf12Weight
 from engine.bf12.layout import GROUP_OUTPUTS, lanes_of
 from engine.kernels.bf12_decode import ESCAPES, escapes_of, inline, some_escapes
 from engine.kernels.bf12_linear import escaped, joined, load_numbers, words_at
+from engine.kernels.experts.grouped_sums import biased, store
 from engine.kernels.experts.route import ExpertPlan
 from engine.kernels.pdl import release, supports_pdl, wait
 
@@ -99,23 +100,11 @@ def _multiply(
                 total_up, x, scales, firsts, places, values, first_output + N, first_output + N + BLOCK_N,
                 outputs + N, part, parts, x_lines, inside, K,
             )  # fmt: skip
-            if WEIGH_INPUTS:
-                total *= factors
-                total_up *= factors
-            y = tl.trans(total / (1.0 + tl.exp(-total)) * total_up)
-            at_out = out + entries.to(tl.int64)[:, None] * N + own[None, :]
-            tl.store(at_out, y.to(out.dtype.element_ty), mask=there[:, None])
-        else:
-            if WEIGH_OUTPUTS:
-                total *= factors
-            y = tl.trans(total)
-            choice = entry % C
-            at_row = row.to(tl.int64)[:, None] * N + own[None, :]
-            best = (there & (choice == 0))[:, None]
-            for other in range(0, tl.where(part == 0, added_parts, 0)):
-                y += tl.load(added + other * T.to(tl.int64) * N + at_row, mask=best, other=0.0).to(tl.float32)
-            at_out = out + (choice * parts + part).to(tl.int64)[:, None] * T * N + at_row
-            tl.store(at_out, y.to(out.dtype.element_ty), mask=there[:, None])
+        total, total_up = biased(total, total_up, factors, values, outputs, N, part, WEIGH_INPUTS, False, GATED)
+        store(
+            total, total_up, factors, out, added, entry, row, entries, own, there[:, None], T, N, part, parts,
+            added_parts, 0.0, C, GATED, False, WEIGH_OUTPUTS,
+        )  # fmt: skip
 
 
 def multiply_gated(

@@ -17,13 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.experts.reference import CLAMPED_ALPHA
+from engine.kernels.experts.grouped_sums import biased, store, tiles_of
 from engine.kernels.experts.route import ExpertPlan
 from engine.kernels.pdl import release, supports_pdl, wait
 
 SCALE_INPUTS: Final = 128  # that share a factor, where factors are not whole outputs'
-_TOGETHER = tl.constexpr(8)  # tiles of entries that go with one tile of outputs before the next comes
-_ALPHA = tl.constexpr(CLAMPED_ALPHA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +81,6 @@ def _scaled(total, product, w_scales, x_scales, lines, x_lines, inside, block, B
     return total + product * tl.load(x_scales + x_lines * BLOCKS + block, mask=inside, other=0.0)[None, :]
 
 
-@triton.jit
-def _gated(gate, up, limit, LIMITED: tl.constexpr):
-    if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
-        return gate / (1.0 + tl.exp(gate * -_ALPHA)) * (up + 1.0)
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
 @triton.jit(do_not_specialize=["T", "tiles_count", "first", "held", "parts", "added_parts"])
 def _multiply(
     x, x_scales, w, w_scales, bias, out, added, order, ends, tiles, weights, T, N, K, tiles_count, first, held, parts,
@@ -103,13 +92,7 @@ def _multiply(
     """GATED takes rows by their own number and gives them in the order of entries; else it takes them in that order,
     and gives each choice's to a part of its own. ALONE: there is one expert, which all rows take in their order."""
     release()
-    program = tl.program_id(0)
-    output_tiles = tl.cdiv(N, BLOCK_N)
-    chunk = program // (_TOGETHER * output_tiles)
-    together = tl.minimum(_TOGETHER, tiles_count - chunk * _TOGETHER)
-    within = program % (_TOGETHER * output_tiles)
-    tile = chunk * _TOGETHER + within % together
-    output_tile = within // together
+    tile, output_tile = tiles_of(tl.program_id(0), tiles_count, N, BLOCK_N)
     part = tl.program_id(1)
     wait()
     expert = tile * 0 if ALONE else tl.load(tiles + 2 * tile)
@@ -127,6 +110,7 @@ def _multiply(
         outputs = output_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         lines = own.to(tl.int64) * (2 * N if GATED else N) + tl.minimum(outputs, N - 1)  # others are not stored
         x_lines = (row if GATED else places).to(tl.int64)
+        factors = 1.0
         if WEIGH_INPUTS or WEIGH_OUTPUTS:
             factors = tl.load(weights + entry, mask=inside, other=0.0)[None, :]
         steps = tl.cdiv(K, BLOCK_K)
@@ -157,31 +141,12 @@ def _multiply(
             total *= tl.load(w_scales + lines)[:, None] * row_scale
             if GATED:
                 total_up *= tl.load(w_scales + lines + N)[:, None] * row_scale
-        if WEIGH_INPUTS:  # here, where it costs nothing: the sums grow as the rows would
-            total *= factors
-            total_up *= factors
-        if BIASED:
-            share = tl.where(part == 0, 1.0, 0.0)
-            total += tl.load(bias + lines).to(tl.float32)[:, None] * share
-            if GATED:
-                total_up += tl.load(bias + lines + N).to(tl.float32)[:, None] * share
+        total, total_up = biased(total, total_up, factors, bias, lines, N, part, WEIGH_INPUTS, BIASED, GATED)
         wanted = inside[:, None] & (outputs < N)[None, :]
-        if GATED:
-            total = _gated(total, total_up, limit, LIMITED)
-            at = out + places.to(tl.int64)[:, None] * N + outputs[None, :]
-        else:
-            if WEIGH_OUTPUTS:
-                total *= factors
-            choice = entry % C
-            at_row = row.to(tl.int64)[:, None] * N + outputs[None, :]
-            best = wanted & (choice == 0)[:, None]
-            total = tl.trans(total)
-            for other in range(0, tl.where(part == 0, added_parts, 0)):
-                more = tl.load(added + other * T.to(tl.int64) * N + at_row, mask=best, other=0.0)
-                total += more.to(tl.float32)
-            total = tl.trans(total)
-            at = out + (choice * parts + part).to(tl.int64)[:, None] * T * N + at_row
-        tl.store(at, tl.trans(total).to(out.dtype.element_ty), mask=wanted)
+        store(
+            total, total_up, factors, out, added, entry, row, places, outputs, wanted, T, N, part, parts, added_parts,
+            limit, C, GATED, LIMITED, WEIGH_OUTPUTS,
+        )  # fmt: skip
 
 
 def multiply_gated(

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.experts.grouped_linear import GroupedTiling, _gated
+from engine.kernels.experts.grouped_linear import GroupedTiling
+from engine.kernels.experts.grouped_sums import biased, store, tiles_of
 from engine.kernels.experts.mxfp4_weight import Mxfp4Weight
 from engine.kernels.experts.route import ExpertPlan
 from engine.kernels.pdl import release, supports_pdl, wait
@@ -22,7 +23,6 @@ MXFP4_TILE_ROWS_MAX = 64  # weights are expanded for larger tiles, which take le
 _BLOCK = tl.constexpr(32)  # inputs that share a power of two
 _ROWS_AT_ONCE = 16  # that a program expands
 _SUMS_ROWS_MAX = 16  # of a tile whose sums get the powers of two
-_TOGETHER = tl.constexpr(8)
 _PAIRS = tl.constexpr((tl.bfloat16, tl.bfloat16))
 
 
@@ -118,12 +118,7 @@ def _multiply(
     """GATED takes rows by their own number and gives them in the order of entries; else it takes them in that order,
     and gives each choice's to a part of its own. Exponents are loaded a step before they are needed."""
     release()
-    program = tl.program_id(0)
-    output_tiles = tl.cdiv(N, BLOCK_N)
-    chunk = program // (_TOGETHER * output_tiles)
-    together = tl.minimum(_TOGETHER, tiles_count - chunk * _TOGETHER)
-    within = program % (_TOGETHER * output_tiles)
-    tile = chunk * _TOGETHER + within % together
+    tile, output_tile = tiles_of(tl.program_id(0), tiles_count, N, BLOCK_N)
     part = tl.program_id(1)
     wait()
     expert = tl.load(tiles + 2 * tile)
@@ -132,7 +127,7 @@ def _multiply(
         inside = places < tl.load(ends + expert)
         entry = tl.load(order + places, mask=inside, other=0)
         row = entry // C
-        outputs = within // together * BLOCK_N + tl.arange(0, BLOCK_N)
+        outputs = output_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         lines = expert.to(tl.int64) * (2 * N if GATED else N) + tl.minimum(outputs, N - 1)  # others are not stored
         at_x = x + (row if GATED else places).to(tl.int64)[None, :] * K + tl.arange(0, _BLOCK)[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -159,32 +154,15 @@ def _multiply(
                 low_later, high_later = _exponents(at_exponents + exponents_up, later)
                 total_up = _add_blocks(total_up, both, low_up, high_up, low, high, SUMS, INLINE)
                 low_up, high_up = low_later, high_later
+        factors = 1.0
         if WEIGH_INPUTS or WEIGH_OUTPUTS:
             factors = tl.load(weights + entry, mask=inside, other=0.0)[None, :]
-        if WEIGH_INPUTS:  # here, where it costs nothing: the sums grow as the rows would
-            total *= factors
-            total_up *= factors
-        if BIASED:
-            share = tl.where(part == 0, 1.0, 0.0)
-            total += tl.load(bias + lines).to(tl.float32)[:, None] * share
-            if GATED:
-                total_up += tl.load(bias + lines + N).to(tl.float32)[:, None] * share
+        total, total_up = biased(total, total_up, factors, bias, lines, N, part, WEIGH_INPUTS, BIASED, GATED)
         wanted = inside[:, None] & (outputs < N)[None, :]
-        if GATED:
-            total = _gated(total, total_up, limit, LIMITED)
-            at = out + places.to(tl.int64)[:, None] * N + outputs[None, :]
-        else:
-            if WEIGH_OUTPUTS:
-                total *= factors
-            choice = entry % C
-            at_row = row.to(tl.int64)[:, None] * N + outputs[None, :]
-            best = wanted & (choice == 0)[:, None]
-            total = tl.trans(total)
-            for other in range(0, tl.where(part == 0, added_parts, 0)):
-                total += tl.load(added + other * T.to(tl.int64) * N + at_row, mask=best, other=0.0).to(tl.float32)
-            total = tl.trans(total)
-            at = out + (choice * parts + part).to(tl.int64)[:, None] * T * N + at_row
-        tl.store(at, tl.trans(total).to(out.dtype.element_ty), mask=wanted)
+        store(
+            total, total_up, factors, out, added, entry, row, places, outputs, wanted, T, N, part, parts, added_parts,
+            limit, C, GATED, LIMITED, WEIGH_OUTPUTS,
+        )  # fmt: skip
 
 
 def multiply_gated(

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.experts.grouped_linear import ExpertWeights, _gated
+from engine.kernels.experts.grouped_linear import ExpertWeights
+from engine.kernels.experts.grouped_sums import gated
 from engine.kernels.experts.route import _KIND, _SUM_LEAST, _WORST
 from engine.kernels.experts.routing_rule import RoutingRule
 from engine.kernels.pdl import release, supports_pdl, wait
@@ -139,7 +140,7 @@ def _gate_row(
     if BIASED:
         gate += tl.load(bias + lines).to(tl.float32)
         up += tl.load(bias + lines + N).to(tl.float32)
-    y = _gated(gate, up, limit, LIMITED)
+    y = gated(gate, up, limit, LIMITED)
     tl.store(out + choice * N + outputs, y.to(out.dtype.element_ty), mask=outputs < N)
 
 
