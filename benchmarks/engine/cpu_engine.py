@@ -255,6 +255,13 @@ def main() -> None:
         measure(Path(name), arguments.geometry, arguments.threads, arguments.rounds, arguments.steps)
 
 
+def instructions() -> str:
+    """By which bfloat16 is multiplied here: figures of different ones stand beside each other."""
+    if torch.cpu._is_amx_tile_supported():
+        return "AMX"
+    return "AVX-512" if torch.cpu._is_avx512_bf16_supported() else "AVX2"
+
+
 def measure(folder: Path, geometry: str, threads: int, rounds: int, steps: int) -> None:
     sizes = GEOMETRIES[geometry]
     tensors = weights(sizes)
@@ -283,14 +290,14 @@ def measure(folder: Path, geometry: str, threads: int, rounds: int, steps: int) 
         peer_s_best, best = min((statistics.median(durations), kind) for kind, durations in peers_s.items())
         kv_bytes = streams * 140 * sizes.layers * 4 * sizes.kv_heads * sizes.head
         bound = streams * bytes_per_second / (sizes.step_bytes + kv_bytes)
-        shape = f"decode, {geometry}, {streams} streams, 128 in, up to {threads} threads"
+        shape = f"decode, {geometry}, {streams} streams, 128 in, up to {threads} threads, {instructions()}"
         record("cpu_engine", shape, streams / ours_s_best, "tokens/s", bound=bound)
         print(f"{'':12} ours was best with {count} threads")
         record("cpu_engine", shape, streams / peer_s_best, "tokens/s", bound=bound, peer=f"llama.cpp {best}")
         ratio = peer_s_best / ours_s_best
         record("cpu_engine", shape + ": ours ÷ llama.cpp", ratio, "×", bound={1: 0.8, 16: 1.3}[streams])
         if streams == 1:
-            record("first_hour", f"first-cpu-decode: {geometry}, ÷ llama.cpp {best}", ratio, "×", bound=0.8)
+            record("first_hour", f"first-cpu-decode: {geometry}, ÷ llama.cpp, {instructions()}", ratio, "×", bound=0.8)
     if geometry == "135M":
         measure_prefill(hearth, sizes, threads)
 

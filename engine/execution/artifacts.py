@@ -23,6 +23,7 @@ from typing import Final, Generic, Literal, TypeVar
 import msgspec
 
 from engine.hostinfo.gpus import KERNEL_CACHE_VARIABLE
+from engine.layers.cpu_row import row_functions
 from engine.models.config import ModelConfig
 from engine.process.files import replace_file
 from engine.protocol.specs import ModelSpec
@@ -98,6 +99,7 @@ def cpu_artifacts(model: ModelSpec, config: ModelConfig) -> "ArtifactFiles[CpuAr
         "source": _source(_CPU_SOURCES),
         "config": repr(config),
         "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        "compiled": _compiled(),
     }
     return ArtifactFiles(Path(model.folder), key, CpuArtifact)
 
@@ -108,6 +110,12 @@ def _triton() -> str:
         return version("triton")
     except PackageNotFoundError:
         return ""
+
+
+def _compiled() -> str:
+    """Which functions of layers/cpu_row.py there are, without which a dtype may be slower, or none at all."""
+    functions = row_functions()
+    return "" if functions is None else " ".join(name for name, made in functions._asdict().items() if made is not None)
 
 
 @cache

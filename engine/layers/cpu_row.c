@@ -9,9 +9,11 @@
 #include "cpu_tiles.h"
 #include "cpu_vectors.h"
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define UNDIVIDED 32768    // numbers up to which one thread is faster than several
+#define LEAST -85.0f       // whose exponential is just above the least that is not rounded more coarsely
 
 #if defined(__AVX512BF16__)
 
@@ -124,20 +126,21 @@ void hearth_rotate_and_write(
     }
 }
 
-// e^x for x ≤ 0, to a few units in the last place: x = n·ln 2 + r, and a polynomial in r.
+// e^x for x ≤ 0, to a few units in the last place: x = n·ln 2 + r, and a polynomial in r; 0 where it is below 1e-37.
 static vec exponential(vec x) {
     static const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    x = greater(x, splat(-87.0f));
+    vec over = sub(x, splat(LEAST));
+    x = greatest(x, splat(LEAST));
     vec n = nearest(mul(x, splat(1.44269504f)));
     vec r = subtract_product(x, n, splat(0.693359375f));
     r = subtract_product(r, n, splat(-2.12194440e-4f));
     vec sum = splat(factors[0]);
     for (int i = 1; i < 7; i++) sum = multiply_add(sum, r, splat(factors[i]));
-    return times_power(sum, n);
+    return where_negative(over, zeros(), times_power(sum, n));
 }
 
 static vec silu(vec x) {
-    vec one = splat(1.0f), e = exponential(sub(zeros(), greater(x, sub(zeros(), x))));
+    vec one = splat(1.0f), e = exponential(sub(zeros(), greatest(x, sub(zeros(), x))));
     return divide(mul(x, where_negative(x, e, one)), add(one, e));
 }
 
@@ -191,6 +194,9 @@ static void multiply(const matrix *m, const uint16_t *x, uint16_t *y, int thread
 #endif
 #if defined(__AVX512BF16__)
     hearth_multiply_row(m->packed, x, y, m->inputs, m->outputs, m->chunk, threads);
+#else
+    (void)x, (void)y, (void)threads;
+    abort(); // all weights are in tiles here
 #endif
 }
 

@@ -1,10 +1,10 @@
 """What a decoder does to few bfloat16 rows on a CPU: cpu_row.c, compiled by the host's C compiler where there is one,
 together with cpu_tiles_amx.c or cpu_tiles_avx2.c, which multiplies any number of rows.
 
-oneDNN multiplies one row at half the speed of memory, since it is made for many, and has no bfloat16 for AVX2 at all.
-With AVX-512 for bfloat16, `multiply_row` reads the weight as oneDNN packed it and adds up in the same order; whoever
-uses it proves that first (layers/linear_cpu.py). Most others take the place of many small calls of torch, for any
-number of rows. Without a compiler, or on a processor without AVX2, there are none. It knows no tensors.
+oneDNN multiplies one row at half the speed of memory, since it is made for many, and without AVX-512 it has no bfloat16
+at all. With AVX-512 for bfloat16, `multiply_row` reads the weight as oneDNN packed it and adds up in the same order;
+whoever uses it proves that first (layers/linear_cpu.py). Most others take the place of many small calls of torch, for
+any number of rows. Without a compiler, or on a processor without AVX2, there are none. It knows no tensors.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ class TileFunctions(NamedTuple):
 
 class RowFunctions(NamedTuple):
     """The functions of cpu_row.c, which says what they take: addresses, sizes, and threads at last. `multiply_row` is
-    there with AVX-512 for bfloat16, `tiles` with AMX and without either."""
+    there with AVX-512 for bfloat16, `tiles` with AMX, or with neither."""
 
     add_norm: Callable[..., None]
     rotate_and_write: Callable[..., None]
@@ -151,7 +151,7 @@ def _tile_functions(library: ctypes.CDLL) -> TileFunctions | None:
     """None where the processor has no tiles, or the system does not give them."""
     if not hasattr(library, "hearth_allow_tiles"):
         return None
-    if library.hearth_allow_tiles() != 0:
+    if library.hearth_allow_tiles() != 0:  # AVX2 needs no leave
         log.info("the system does not let this process use AMX: oneDNN multiplies bfloat16")
         return None
     pack, multiply = library.hearth_pack_tiles, library.hearth_multiply_tiles

@@ -1,7 +1,7 @@
-"""A bfloat16 weight in tiles on a CPU with AMX, or with AVX2 alone, and its matmul for any number of rows:
+"""A bfloat16 weight in tiles on a CPU with AMX, or without AVX-512 for bfloat16, and its matmul for any number of rows:
 cpu_tiles_amx.c's or cpu_tiles_avx2.c's, where compiled.
 
-oneDNN's matmul with AMX adds up in an order that depends on how many rows there are, and with AVX2 it has none of
+oneDNN's matmul with AMX adds up in an order that depends on how many rows there are, and without AVX-512 it has none of
 bfloat16; the order of this one is always the same. It knows no names and no architecture.
 
 T rows, K inputs, N outputs.

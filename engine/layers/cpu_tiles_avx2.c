@@ -18,7 +18,7 @@
 #define AHEAD 1024          // bytes; so far before it is multiplied a weight that is read once is fetched from memory
 #define PANEL 50            // rows that are multiplied by a group's blocks, some inputs after the other
 #define GROUP 16            // blocks
-#define KEPT 12800          // inputs of a panel's rows that a core's second cache keeps as float32
+#define WIDENED 12800       // inputs of a panel's rows that a core's second cache keeps as float32
 
 typedef struct {
     const uint16_t *packed, *bias, *x; // no bias: 0
@@ -27,7 +27,7 @@ typedef struct {
 } product;
 
 typedef struct {
-    float rows[KEPT];
+    float rows[WIDENED];
     float sums[PANEL][GROUP * OUTPUTS];
 } workspace;
 
@@ -44,11 +44,11 @@ static inline vec one_of_pairs(const uint32_t *pairs, int second) {
 static inline __attribute__((always_inline)) void add_tile(
     const uint32_t *packed, long block_words, const float *x, long x_stride, long pairs, float *sums, const int rows,
     const int blocks) {
-    vec kept[TILE_ROWS][BLOCKS][2];
+    vec tile[TILE_ROWS][BLOCKS][2];
     for (int row = 0; row < rows; row++)
         for (int block = 0; block < blocks; block++)
             for (int half = 0; half < 2; half++)
-                kept[row][block][half] = load(sums + row * GROUP * OUTPUTS + block * OUTPUTS + half * LANES, LANES);
+                tile[row][block][half] = load(sums + row * GROUP * OUTPUTS + block * OUTPUTS + half * LANES, LANES);
     for (long pair = 0; pair < pairs; pair++, packed += OUTPUTS, x += 2)
 #pragma GCC unroll 8
         for (int block = 0; block < blocks; block++) {
@@ -56,20 +56,21 @@ static inline __attribute__((always_inline)) void add_tile(
             _mm_prefetch((const char *)line + AHEAD, _MM_HINT_T0);
 #pragma GCC unroll 8
             for (int second = 0; second < 2; second++) {
-                __asm__ volatile("" : : : "memory"); // pairs that are read anew take no register from sums
+                // Has the compiler load pairs twice: in registers they would leave too few for the sums.
+                __asm__ volatile("" : : : "memory");
                 vec low = one_of_pairs(line, second), high = one_of_pairs(line + LANES, second);
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
                     vec input = splat(x[row * x_stride + second]);
-                    kept[row][block][0] = multiply_add(input, low, kept[row][block][0]);
-                    kept[row][block][1] = multiply_add(input, high, kept[row][block][1]);
+                    tile[row][block][0] = multiply_add(input, low, tile[row][block][0]);
+                    tile[row][block][1] = multiply_add(input, high, tile[row][block][1]);
                 }
             }
         }
     for (int row = 0; row < rows; row++)
         for (int block = 0; block < blocks; block++)
             for (int half = 0; half < 2; half++)
-                store(sums + row * GROUP * OUTPUTS + block * OUTPUTS + half * LANES, LANES, kept[row][block][half]);
+                store(sums + row * GROUP * OUTPUTS + block * OUTPUTS + half * LANES, LANES, tile[row][block][half]);
 }
 
 // At most TILE_ROWS rows by some blocks beside each other, of which fewer rows take more at once.
@@ -115,7 +116,7 @@ static void round_sums(const product *p, const workspace *space, long row, long 
 
 // A panel's rows by a group's blocks.
 static void multiply_panel(const product *p, long row, long rows, long block, long blocks, workspace *space) {
-    long alone = rows <= TILE_ROWS, chunk = KEPT / (alone ? rows : PANEL) / 2;
+    long alone = rows <= TILE_ROWS, chunk = WIDENED / (alone ? rows : PANEL) / 2;
     memset(space->sums, 0, rows * sizeof space->sums[0]);
     for (long pair = 0; pair < p->pairs; pair += chunk) {
         long pairs = smaller(chunk, p->pairs - pair);

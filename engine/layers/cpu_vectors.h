@@ -22,7 +22,7 @@ static inline vec add(vec a, vec b) { return _mm512_add_ps(a, b); }
 static inline vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 static inline vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 static inline vec divide(vec a, vec b) { return _mm512_div_ps(a, b); }
-static inline vec greater(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec greatest(vec a, vec b) { return _mm512_max_ps(a, b); }
 static inline vec multiply_add(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vec subtract_product(vec c, vec a, vec b) { return _mm512_fnmadd_ps(a, b, c); }
 static inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
@@ -66,7 +66,7 @@ static inline vec add(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
 static inline vec mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
 static inline vec divide(vec a, vec b) { return _mm256_div_ps(a, b); }
-static inline vec greater(vec a, vec b) { return _mm256_max_ps(a, b); }
+static inline vec greatest(vec a, vec b) { return _mm256_max_ps(a, b); }
 static inline vec multiply_add(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vec subtract_product(vec c, vec a, vec b) { return _mm256_fnmadd_ps(a, b, c); }
 static inline vec nearest(vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

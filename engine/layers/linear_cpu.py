@@ -7,9 +7,10 @@ first weight of each shape is probed: `min_invariant_rows` finds the number of r
 bit for bit the same, and `CpuLinear` pads up to that. One row alone, which is what decoding for one caller is, goes
 through a function of our own (layers/cpu_row.py) wherever that gives the bits which the row has among others.
 
-With AMX there often is no such number, for inputs are divided by the number of rows, and with AVX2 alone oneDNN has no
-bfloat16: there bfloat16 has a matmul of our own for any number of rows (layers/cpu_tiles.py), and a packed weight of
-its order. Where that is not compiled, rows are multiplied in pieces of one number of them, or in float32.
+With AMX there often is no such number, for inputs are divided by the number of rows, and without AVX-512 oneDNN has no
+bfloat16: there, and wherever AVX-512 has no instructions for it, bfloat16 has a matmul of our own for any number of
+rows (layers/cpu_tiles.py), and a packed weight of its order. Where that is not compiled, rows are multiplied in pieces
+of one number of them, or in float32.
 
 T rows, K inputs, N outputs.
 """

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from engine.bench.geometries import GEOMETRIES, write_folder
+from engine.execution import artifacts
 from engine.execution.artifacts import ArtifactFiles, CpuArtifact, GpuArtifact, cpu_artifacts, gpu_artifacts
+from engine.layers.cpu_row import RowFunctions, TileFunctions
 from engine.models.config import ModelConfig, read_decoder_config
 from engine.protocol.specs import ModelSpec
 from engine.step.cost_model import CostModel
@@ -76,6 +78,23 @@ def test_a_cpu_has_a_dtype_and_no_other(folder: Path) -> None:
     assert chosen.read() is None
     document = json.loads(file.read_text())
     assert document["key"]["processor"]
+
+
+def test_a_cpus_dtype_is_measured_anew_with_a_compiler_and_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AVX2 there is no bfloat16 without one: what was measured with it opened no model."""
+    monkeypatch.setattr(artifacts, "row_functions", lambda: None)
+    without = cpu_artifacts(spec_of(folder), read_decoder_config(folder))
+    made = RowFunctions(*[print] * 6)
+    monkeypatch.setattr(artifacts, "row_functions", lambda: made)
+    with_compiler = cpu_artifacts(spec_of(folder), read_decoder_config(folder))
+    with_compiler.write(CpuArtifact("bfloat16"))
+    assert without.read() is None
+    monkeypatch.setattr(artifacts, "row_functions", lambda: made._replace(tiles=TileFunctions(print, print)))
+    assert cpu_artifacts(spec_of(folder), read_decoder_config(folder)).read() is None
+    monkeypatch.setattr(artifacts, "row_functions", lambda: made)
+    assert cpu_artifacts(spec_of(folder), read_decoder_config(folder)).read() == CpuArtifact("bfloat16")
 
 
 def test_the_geometries_differ_in_their_keys(tmp_path: Path) -> None:

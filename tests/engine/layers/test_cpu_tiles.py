@@ -2,7 +2,6 @@
 processor with AMX by AVX2 too, which every such processor has."""
 
 from collections.abc import Iterator
-from functools import cache
 
 import pytest
 import torch
@@ -11,35 +10,16 @@ from torch import Tensor
 from engine.layers import cpu_row, linear_cpu
 from engine.layers.cpu_tiles import TileMatmul, has_tiles
 from engine.layers.linear_cpu import ACTIVATION_FUNCTIONS, Activation, CpuLinear
+from tests.support.processors import PROCESSORS, compute_as
 
 SHAPES = [(64, 64), (1, 1), (7, 33), (33, 31), (96, 47), (576, 960), (1030, 100), (8192, 70), (33_000, 40)]
 
 
-@cache
-def functions_for(processor: str) -> cpu_row.RowFunctions | None:
-    """What is compiled for another processor than this one, whose instructions this one has."""
-    caches = cpu_row.start_compiling, cpu_row.row_functions
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_row, "_FLAGS", [flag.replace("native", processor) for flag in cpu_row._FLAGS])
-        try:
-            for cached in caches:
-                cached.cache_clear()
-            return cpu_row.row_functions()
-        finally:
-            for cached in caches:
-                cached.cache_clear()
-
-
-@pytest.fixture(autouse=True, params=["native", "haswell"])
+@pytest.fixture(autouse=True, params=PROCESSORS)
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    own = cpu_row.row_functions()
-    if request.param != "native":
-        if own is not None and own.tiles is not None and own.multiply_row is None:
-            pytest.skip("this processor has AVX2 alone, by which it multiplies already")
-        other = functions_for(request.param)
-        monkeypatch.setattr(cpu_row, "row_functions", lambda: other)
+    compute_as(request.param, monkeypatch)
     if not has_tiles():
-        pytest.skip("no compiler, or a processor whose library multiplies any number of rows alike")
+        pytest.skip("a processor whose library multiplies any number of rows alike")
     return str(request.param)
 
 

@@ -5,10 +5,14 @@ import torch
 
 from engine.kernels import reference
 from engine.layers import row_ops
-from engine.layers.cpu_row import row_functions
+from tests.support.processors import PROCESSORS, compute_as
 
-pytestmark = pytest.mark.skipif(row_functions() is None, reason="no compiler, or no such processor")
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_as(request.param, monkeypatch)
 
 
 @pytest.mark.parametrize("width", [64, 576, 1000])
@@ -53,6 +57,13 @@ def test_gates_are_silus_to_the_last_bit_but_one(rows: int) -> None:
     gated = row_ops.silu_and_multiply(x)
     assert torch.equal(gated[-1:], row_ops.silu_and_multiply(x[-1:]))
     torch.testing.assert_close(gated, reference.silu_and_multiply(x.clone()), rtol=1e-2, atol=1e-30)
+
+
+def test_what_is_far_below_0_is_let_through_nowhere() -> None:
+    gates = torch.tensor([-3e38, -1000.0, -89.0, -86.0, 3e38, float("inf"), float("nan"), 0.0]).to(BF16)
+    gated = row_ops.silu_and_multiply(torch.cat((gates, torch.ones(8, dtype=BF16)))[None])[0]
+    wanted = torch.tensor([0.0, 0.0, 0.0, 0.0, 3e38, float("inf"), float("nan"), 0.0]).to(BF16)
+    torch.testing.assert_close(gated, wanted, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 def test_blocks_are_copied_and_what_nobody_wrote_is_cleared() -> None:

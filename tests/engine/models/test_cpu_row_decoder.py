@@ -9,17 +9,20 @@ from benchmarks.engine.cpu_engine import Geometry, weights, write_folder
 from engine.execution.cpu_memory import CpuMemory
 from engine.execution.cpu_runner import CpuRunner
 from engine.execution.open import open_model
-from engine.layers.cpu_row import row_functions
 from engine.protocol.specs import ModelSpec
 from engine.protocol.types import SamplingParams
 from engine.step.executor import LoadedModel
 from engine.step.layout import SequenceSlice, pack_step, unpack_step
 from tests.support.batch_invariance import skip_if_bfloat16_varies
+from tests.support.processors import PROCESSORS, compute_as
 
 BLOCK_TOKENS = 16
 SIZES = Geometry(256, 512, 3, 256, 4, 2, 64, ())
 
-pytestmark = pytest.mark.skipif(row_functions() is None, reason="no compiler, or no such processor")
+
+@pytest.fixture(autouse=True, params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute_as(request.param, monkeypatch)
 
 
 @skip_if_bfloat16_varies()
