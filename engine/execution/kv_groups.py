@@ -43,6 +43,8 @@ class UnkeptBlocks:
 class CpuKVGroup:
     """A PagedMemory on a CPU. What is kept asleep is a copy."""
 
+    windows, busy = None, False  # as in BlockExchange: what a CPU computes in is shared as it is, and copied at once
+
     def __init__(self, pool: KVPool, layout: PagedLayout) -> None:
         self.pool = pool
         self.layout = layout
@@ -69,11 +71,6 @@ class CpuKVGroup:
 
     def copy(self, sources: Items[int], targets: Items[int]) -> None:
         self.pool.copy(*(torch.tensor(blocks, dtype=torch.int64) for blocks in (sources, targets)))
-
-    @property
-    def windows(self) -> None:
-        """As in BlockExchange: what a CPU computes in is shared as it is."""
-        return None
 
     def gather(self, blocks: Items[int], into: memoryview) -> Gathered:
         """As in BlockExchange, at once."""

@@ -72,6 +72,8 @@ class DeviceBlockExchange:
     """A BlockExchange over a pool on a device, and its BlockWindows: `windows`. A thread that waits for the device
     begins with `attach`: else it would open the first one that the process sees."""
 
+    busy = False
+
     def __init__(
         self, pool: KVPool, stream: DeviceStream, copies: BlockCopies, driver: WindowDriver, max_bytes: int,
         awake: Callable[[], bool], settle: Callable[[DeviceStream], None],

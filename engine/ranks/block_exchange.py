@@ -135,6 +135,12 @@ class RankedExchange:
         self._turns: list[Future[None] | None] = [None] * BOUNCES  # the last of each buffer
         self._closing = False
 
+    @property
+    def busy(self) -> bool:
+        """As in BlockExchange: while some rank has not done its part of what the next buffer was used for last."""
+        before = self._turns[(self._turn + 1) % BOUNCES]
+        return before is not None and not before.done()
+
     def gather(self, blocks: Items[int], into: memoryview) -> RankedGathering:
         """As in BlockExchange."""
         parts = list[Future[None]]()
@@ -174,11 +180,10 @@ class RankedExchange:
 
     def _next_turn(self) -> int:
         """The next turn, once its buffer is free: every rank does its part by itself. Raises RankLost."""
-        self._turn += 1
-        before = self._turns[self._turn % BOUNCES]
-        while before is not None and not before.done():
+        while self.busy:
             self._commands.group.look()  # threads may be late where no rank is silent
             time.sleep(_NAP_S)
+        self._turn += 1
         return self._turn
 
     def _begin(self, turn: int, size: int, into: memoryview | None) -> "Future[None]":

@@ -245,7 +245,7 @@ class Departures:
         sequence, size, taken = departure.sequence, self.unshared.block_tokens, 0.0
         turn_bytes = _TURN_WINDOW_BYTES if outgoing.in_window else _TURN_BYTES
         full = min(sequence.computed // size, outgoing.plan.blocks)
-        while outgoing.pushed < full and taken < budget:
+        while outgoing.pushed < full and taken < budget and not self.exchange.busy:
             first, count = outgoing.pushed, min(full - outgoing.pushed, outgoing.max_run)
             if (piece := outgoing.piece(count)) is None:
                 break

@@ -86,10 +86,14 @@ class BlockExchange(Protocol):
     """How blocks of a model's only memory leave it and come in, all layers of each, between steps.
 
     windows  None where the device shares no memory.
+    busy     `gather` would wait now, for what was begun before.
     """
 
     @property
     def windows(self) -> BlockWindows | None: ...
+
+    @property
+    def busy(self) -> bool: ...
 
     def gather(self, blocks: Items[int], into: memoryview) -> Gathering:
         """Begins to copy blocks, one behind the other, into len(blocks) · block_bytes bytes, before any step that is

@@ -233,6 +233,8 @@ class Stamps:
         for stamps_GK in self.stamps:
             stamps_GK[:, target_slots] = stamps_GK[:, source_slots]
 
+    busy = False
+
     @property
     def windows(self) -> None:
         return None

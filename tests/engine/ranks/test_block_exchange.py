@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engine.protocol.types import SamplingParams
 from engine.ranks.block_exchange import RankedExchange
 from engine.ranks.board import BOUNCES
 from engine.ranks.group import RankLost
-from engine.step.exchange import BlockExchange, GatheringLost
+from engine.step.exchange import BlockExchange, Gathering, GatheringLost
 from engine.step.executor import LoadedModel
 from engine.step.layout import SequenceSlice
 from tests.engine.execution.test_gpu_runner import interpreted
@@ -32,6 +33,7 @@ HANDOVER = {"handover_bytes": 1 << 20}
 SAMPLED = SamplingParams(temperature=0.8, seed=7, logprobs=5)
 TOKENS = 90
 BLOCKS = list(range(1, 7))
+GATE_S = 8.0  # less than what a rank may be silent for
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,40 @@ def test_more_blocks_than_all_buffers_hold_go_in_turns(folder: Path) -> None:
         with memoryview(bytearray(given)) as view:
             exchange_of(model).scatter(blocks, view)
         assert gathered(model, blocks) == given
+        require_nothing_left(model)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """While it is not set, no follower begins to copy what leaves."""
+    parent, own, opening = os.getpid(), CpuKVGroup.gather, get_context("fork").Event()
+
+    def gather(self: CpuKVGroup, *args: Any) -> Any:
+        if os.getpid() != parent:
+            opening.wait(GATE_S)
+        return own(self, *args)
+
+    monkeypatch.setattr(CpuKVGroup, "gather", gather)
+    return opening
+
+
+def leaving(model: LoadedModel, into: bytearray, turns: int) -> list[Gathering]:
+    """A block for each buffer, begun one by one."""
+    size, view = block_bytes(model), memoryview(into)
+    return [exchange_of(model).gather([turn % 8], view[turn * size : (turn + 1) * size]) for turn in range(turns)]
+
+
+def test_it_is_busy_while_a_rank_has_all_buffers_to_fill(folder: Path, gate: Any) -> None:
+    with opened(folder, 2, **HANDOVER) as (model, _):
+        into = bytearray(BOUNCES * block_bytes(model))
+        begun = leaving(model, into, BOUNCES - 1)
+        assert not exchange_of(model).busy
+        begun += leaving(model, into, 1)
+        assert exchange_of(model).busy
+        gate.set()
+        for gathering in begun:
+            gathering.wait()
+        assert not exchange_of(model).busy
         require_nothing_left(model)
 
 

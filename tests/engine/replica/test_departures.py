@@ -54,12 +54,12 @@ class Departing:
             stop_at=None, chunk_limit=None, computed=0, decoding=True, loading_blocks=0, table=np.arange(8),
         )  # fmt: skip
         monkeypatch.setattr(Departures, "_open", lambda *_: self.outgoing)
-        exchange: Any = SimpleNamespace(windows=object())
+        self.exchange: Any = SimpleNamespace(windows=object(), busy=False)
         intake: Any = SimpleNamespace(
             waiting=SimpleNamespace(sequences={(1, 1): self.sequence}), move=lambda _: None, step_costs=None
         )
         self.departures = Departures(
-            exchange, BlockFormat("7", "m", "r", "kv", block_bytes), intake, SPACE, "unix:own", lambda: None,
+            self.exchange, BlockFormat("7", "m", "r", "kv", block_bytes), intake, SPACE, "unix:own", lambda: None,
             clock=lambda: self.seconds,
         )  # fmt: skip
         self.departures.begin(1, HandOver(1, address, "7", b"k" * 32))
@@ -114,6 +114,17 @@ def test_a_turn_copies_no_more_than_the_next_step_may_wait_for(
         departing.turn(HandoverState.MOVING)
         pushed.append(departing.outgoing.pushed)
     assert pushed == [1, 2, 2]
+
+
+def test_a_turn_ends_where_the_exchange_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    departing = Departing(monkeypatch, in_window=False)
+    departing.outgoing.plan.blocks = departing.sequence.computed = 8
+    pushed = []
+    for busy in (True, False):
+        departing.exchange.busy = busy
+        departing.turn(HandoverState.MOVING)
+        pushed.append(departing.outgoing.pushed)
+    assert pushed == [0, 2], "all that is full"
 
 
 def test_what_the_host_copies_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
