@@ -7,7 +7,7 @@ process has it, and each rank has its own heads' part of it. So either side may 
 Bounce buffers are memory that the ranks share, used in turns; each is zeroed before its next turn. Rank 0 says which
 blocks go and come, in the order of the steps. It knows no sequences, no replicas and no sockets.
 
-B blocks of a buffer, L layers, T tokens of a block, 2 for K and V, R ranks, W bytes of a rank's heads.
+N buffers, W ranks, B blocks of a buffer, L layers, T tokens of a block, 2 for K and V, H bytes of a rank's heads.
 """
 
 import time
@@ -22,11 +22,10 @@ import numpy as np
 
 from engine.kvcache.layer_pools import group_shapes
 from engine.kvcache.tensors import KVShape
-from engine.memory.errors import OutOfDeviceMemory
 from engine.models.decoder_config import ModelConfig
 from engine.ranks.board import BOUNCES, RankBoard
 from engine.ranks.command_ring import CommandKind
-from engine.ranks.leader import RankCommand, RankCommands
+from engine.ranks.leader import REFUSALS, RankCommand, RankCommands
 from engine.step.exchange import BlockExchange, Gathering, GatheringLost
 
 _NAP_S: Final = 100e-6
@@ -53,34 +52,34 @@ class RankBlocks:
         self._local = local
         part = (self.bounce_blocks, shape.layers, shape.block_tokens, 2)
         heads_bytes = shape.kv_heads * shape.head_dim * shape.dtype.itemsize
-        self._parts_BLT2W = [
+        self._parts_BLT2H = [
             np.frombuffer(buffer, np.uint8, self.bounce_blocks * self.block_bytes).reshape(
                 *part, board.ranks, heads_bytes
             )[..., rank, :]
             for buffer in board.bounces
         ]
-        self._own_BLT2W = [np.zeros((*part, heads_bytes), np.uint8) for _ in board.bounces]
+        self._own_BLT2H = [np.zeros((*part, heads_bytes), np.uint8) for _ in board.bounces]
 
     def gather(self, turn: int, blocks: Items[int]) -> None:
         """Begins to copy blocks into the turn's buffer, before any step that is launched later changes them."""
-        own = self._own_BLT2W[turn % BOUNCES][: len(blocks)]
+        own = self._own_BLT2H[turn % BOUNCES][: len(blocks)]
         try:
             gathering = self._local.gather(blocks, own.reshape(-1).data)
-        except OutOfDeviceMemory:
-            self._note(turn, copied=False)
+        except tuple(REFUSALS.values()):
+            self._note_refused(turn)
             return
         self.thread.submit(self._give, turn, len(blocks), gathering)
 
     def scatter(self, turn: int, blocks: Items[int]) -> None:
         """Copies the turn's buffer into blocks, before any step that is launched later. None may refuse it."""
-        own = self._own_BLT2W[turn % BOUNCES][: len(blocks)]
-        own[:] = self._parts_BLT2W[turn % BOUNCES][: len(blocks)]
+        own = self._own_BLT2H[turn % BOUNCES][: len(blocks)]
+        own[:] = self._parts_BLT2H[turn % BOUNCES][: len(blocks)]
         try:
             self._local.scatter(blocks, own.reshape(-1).data)
-        except OutOfDeviceMemory as error:
+        except tuple(REFUSALS.values()) as error:
             raise RuntimeError(f"no memory for blocks that came from another replica: {error}") from error
         own[:] = 0
-        self._note(turn, copied=True)
+        self._note_copied(turn)
 
     def close(self) -> None:
         """Waits until nothing is on its way."""
@@ -88,23 +87,26 @@ class RankBlocks:
 
     def check(self) -> None:
         """Raises AssertionError where something is left of blocks, while none is on its way."""
-        for memory in (*self._own_BLT2W, *self._parts_BLT2W):
+        for memory in (*self._own_BLT2H, *self._parts_BLT2H):
             assert not memory.any(), "what travelled is not erased"
 
     def _give(self, turn: int, count: int, gathering: Gathering) -> None:
         try:
             gathering.wait()
-            own = self._own_BLT2W[turn % BOUNCES][:count]
-            self._parts_BLT2W[turn % BOUNCES][:count] = own
+            own = self._own_BLT2H[turn % BOUNCES][:count]
+            self._parts_BLT2H[turn % BOUNCES][:count] = own
             own[:] = 0
-            self._note(turn, copied=True)
+            self._note_copied(turn)
         except BaseException as error:
             self._board.fail(self._rank, -1, repr(error))
             self._board.abort(self._rank)
             raise
 
-    def _note(self, turn: int, copied: bool) -> None:
-        self._board.copied_BW[turn % BOUNCES, self._rank] = turn if copied else -turn
+    def _note_copied(self, turn: int) -> None:
+        self._board.copied_NW[turn % BOUNCES, self._rank] = turn
+
+    def _note_refused(self, turn: int) -> None:
+        self._board.copied_NW[turn % BOUNCES, self._rank] = -turn
 
 
 class RankedGathering:
@@ -116,9 +118,10 @@ class RankedGathering:
         self._parts = parts
 
     def wait(self) -> list[int]:
-        """As in Gathering."""
-        for part in self._parts:
-            part.result()
+        """As in Gathering. Nothing writes to their memory any more then, though some are lost."""
+        for loss in [part.exception() for part in self._parts]:
+            if loss is not None:
+                raise loss
         return []
 
 
@@ -194,7 +197,7 @@ class RankedExchange:
     def _end(self, turn: int, size: int, into: memoryview | None) -> None:
         """Waits until all ranks have done their part of a turn, takes what they gathered and zeroes the buffer. Raises
         GatheringLost."""
-        copied_W, buffer = self._board.copied_BW[turn % BOUNCES], self._bounce(turn, size)
+        copied_W, buffer = self._board.copied_NW[turn % BOUNCES], self._bounce(turn, size)
         while not (abs(copied_W) == turn).all():
             if self._board.aborted or self._closing:
                 raise GatheringLost("a rank that has a part of the blocks is lost, or all of them end")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 ERROR_BYTES: Final = 1024
 MAILS: Final = 2  # times as many micro-batches as stages may be on their way
-BOUNCES: Final = 16  # for blocks on their way: what a turn of handovers copies, twice
+BOUNCES: Final = 16  # for blocks on their way: twice the 8 MiB that leave between two steps, in pieces of 1 MiB
 _LINE_WORDS: Final = 16  # two cache lines for each rank
 _PAGE: Final = mmap.PAGESIZE
 
@@ -37,8 +37,8 @@ class RankBoard:
 
     Ranks are numbered stage by stage. Each stage has `buffers` to exchange tensors in, `mails` for what it hands on.
 
-    bounces    buffers for KV blocks that come or go, none where they do neither.
-    copied_BW  the last turn of each of them in which each rank has done its part; below 0 where it could not.
+    bounces    N buffers for KV blocks that come or go, none where they do neither.
+    copied_NW  the last turn of each of them in which each rank has done its part; below 0 where it could not.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankBoard:
         self.buffers = [parts[3 + 2 * stage : 5 + 2 * stage] for stage in range(stages)]
         self.mails = [parts[first + mails * stage : first + mails * (1 + stage)] for stage in range(stages)]
         first += mails * stages
-        self.copied_BW: NDArray[np.int64] = np.frombuffer(parts[first], np.int64).reshape(BOUNCES, ranks)
+        self.copied_NW: NDArray[np.int64] = np.frombuffer(parts[first], np.int64).reshape(BOUNCES, ranks)
         self.bounces = parts[first + 1 :]
 
     @property

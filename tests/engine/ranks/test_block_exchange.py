@@ -4,6 +4,7 @@ the cut on either side, and nothing of it is left on its way."""
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,9 +16,9 @@ import torch
 from engine.execution.kv_groups import CpuKVGroup
 from engine.execution.memory_plan import BOUNCE_BYTES
 from engine.execution.open_gpu import device_exchange
-from engine.memory.errors import OutOfDeviceMemory
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.types import SamplingParams
-from engine.ranks.block_exchange import RankedExchange
+from engine.ranks.block_exchange import RankedExchange, RankedGathering
 from engine.ranks.board import BOUNCES
 from engine.ranks.group import RankLost
 from engine.step.exchange import BlockExchange, Gathering, GatheringLost
@@ -180,16 +181,16 @@ def test_what_left_before_a_sleep_is_there_after_it_and_comes_back(folder: Path)
         assert require_goes_on(model, bytes(into)) == wanted
 
 
-@pytest.mark.parametrize("refusing_rank", [0, 1])
+@pytest.mark.parametrize(("refusing_rank", "refusal"), [(0, OutOfDeviceMemory), (1, OutOfHostMemory)])
 def test_a_rank_without_memory_ends_what_leaves_and_nothing_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, refusing_rank: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, refusing_rank: int, refusal: type[Exception]
 ) -> None:
     parent, own, refused = os.getpid(), CpuKVGroup.gather, []
 
     def gather(self: CpuKVGroup, *args: Any) -> Any:
         if (os.getpid() == parent) == (refusing_rank == 0) and not refused:
             refused.append(1)
-            raise OutOfDeviceMemory("another process has it")
+            raise refusal("another process has it")
         return own(self, *args)
 
     monkeypatch.setattr(CpuKVGroup, "gather", gather)
@@ -198,6 +199,17 @@ def test_a_rank_without_memory_ends_what_leaves_and_nothing_else(
             computed(model)
         require_nothing_left(model)
         assert any(gathered(model, BLOCKS))
+
+
+def test_blocks_of_which_some_are_lost_are_waited_for_until_none_is_on_its_way() -> None:
+    lost, late = Future[None](), Future[None]()
+    lost.set_exception(GatheringLost("one is lost"))
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(RankedGathering([lost, late]).wait)
+        assert wait([waiting], timeout=0.05).not_done
+        late.set_result(None)
+        with pytest.raises(GatheringLost, match="one is lost"):
+            waiting.result(GATE_S)
 
 
 def test_a_rank_that_may_not_refuse_what_comes_ends_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
