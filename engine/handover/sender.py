@@ -138,8 +138,9 @@ class OutgoingHandover:
         """Queues the blocks of these names, with which the piece is filled."""
         self._queue.put((BlockRun(self.pushed, b"".join(names), []), piece))
         self.pushed += len(names)
-        if self._finished:
-            self._drop_queued()
+        if self._finished:  # what is copied now may take as long as the one that copies it
+            self._thread = threading.Thread(target=self._drop_late, args=(self._thread,), name="handover", daemon=True)
+            self._thread.start()
 
     def seal(self) -> None:
         """What was pushed is all."""
@@ -190,6 +191,10 @@ class OutgoingHandover:
                 if isinstance(item, tuple):
                     with suppress(HandoverLost):
                         item[1].checksums()
+
+    def _drop_late(self, before: threading.Thread) -> None:
+        before.join()
+        self._drop_queued()
 
     def _open(self, channel: MessageChannel) -> Transport:
         """Raises HandoverLost, and HandoverError where it is refused."""

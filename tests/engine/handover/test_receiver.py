@@ -9,6 +9,7 @@ import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -380,6 +381,29 @@ def test_nobody_there_is_a_handover_that_failed(tmp_path: Path) -> None:
     sender = outgoing(f"unix:{tmp_path / 'nobody'}", secrets.token_bytes(32))
     wait_for(lambda: sender.ended)
     assert sender.state is HandoverState.FAILED
+
+
+def test_what_is_copied_for_a_handover_that_has_ended_is_waited_for_beside_the_loop(tmp_path: Path) -> None:
+    sender = outgoing(f"unix:{tmp_path / 'nobody'}", secrets.token_bytes(32))
+    wait_for(lambda: sender.ended)
+    copied, dropped = threading.Event(), threading.Event()
+
+    class Copying:
+        took_us = 0
+
+        def wait(self) -> list[int]:
+            copied.wait(10)
+            dropped.set()
+            return []
+
+    exchange: Any = SimpleNamespace(gather=lambda *_: Copying())
+    piece = HostPiece(memoryview(bytearray(BLOCK_BYTES)), BLOCK_BYTES)
+    piece.fill(exchange, [0])
+    sender.push([b"n" * 32], piece)
+    assert not dropped.is_set()
+    copied.set()
+    sender.wait_ended(10)
+    assert dropped.is_set()
 
 
 @pytest.mark.parametrize(("regions", "taken"), [((), True), (("us", "eu"), True), (("us", "eu-2"), False)])
