@@ -27,7 +27,7 @@ class Piece(Protocol):
 
     def fill(self, exchange: BlockExchange, blocks: Items[int]) -> None:
         """Begins to copy as many blocks of the pool as there is place for; steps that are launched later change none
-        of them before. Raises OutOfDeviceMemory."""
+        of them before. Raises OutOfDeviceMemory and OutOfHostMemory."""
 
     def checksums(self) -> list[int]:
         """That of each block, once all are there. The thread's. Raises HandoverLost."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.kvcache.tensors import KVPool
-from engine.memory.errors import OutOfDeviceMemory
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import DeviceStream, StreamEvent
 from engine.memory.symmetric import WindowDriver
 from engine.step.exchange import WindowClosed, WindowUnreachable
@@ -111,11 +111,12 @@ class DeviceBlockExchange:
             self._zeroing.submit(_zero, self.scatter_from(pinned_BLW, some), pinned_BLW)
 
     def gather_into(self, blocks: Items[int], into_BLW: Tensor) -> DeviceGathering:
-        """Queues the copy of blocks beside the steps, and before those to come. Raises OutOfDeviceMemory."""
+        """Queues the copy of blocks beside the steps, and before those to come. Raises OutOfDeviceMemory and
+        OutOfHostMemory."""
         began, done = self._out.mark(), self._out.mark()
         self._settle(self._out)
         self._out.follow(self._pulled)
-        with self._out.entered():
+        with _pinning(), self._out.entered():
             began.set()
             ids_B = self._ids(self._out, blocks)
             sums_BL = self._out.staging(*into_BLW.shape[:2], dtype=torch.int64)
@@ -129,9 +130,9 @@ class DeviceBlockExchange:
         return gathering
 
     def scatter_from(self, from_BLW: Tensor, blocks: Items[int]) -> StreamEvent:
-        """Queues the copy into blocks in the order of the steps; returns its end."""
+        """Queues the copy into blocks in the order of the steps; returns its end. Raises as `gather_into`."""
         done = self._stream.mark()
-        with self._stream.entered():
+        with _pinning(), self._stream.entered():
             self._copies.scatter_blocks(from_BLW, self._pool.words_LNW, self._ids(self._stream, blocks))
             done.set()
             self._pulled.set()
@@ -178,9 +179,10 @@ class DeviceBlockExchange:
             stream.wait()
 
     def _words(self, count: int) -> Tensor:
-        """Pinned memory for so many blocks, with anything in it."""
+        """Pinned memory for so many blocks, with anything in it. Raises OutOfHostMemory."""
         layers, _, words = self._pool.words_LNW.shape
-        return torch.empty(count, layers, words, dtype=torch.int64, pin_memory=self._stream.queues)
+        with _pinning():
+            return torch.empty(count, layers, words, dtype=torch.int64, pin_memory=self._stream.queues)
 
     def _ids(self, stream: DeviceStream, blocks: Items[int]) -> Tensor:
         return stream.pinned(blocks).to(stream.device, non_blocking=True)
@@ -313,6 +315,17 @@ class DeviceWindows:
     def _count(self, more_bytes: int) -> None:
         with self._lock:
             self.held_bytes += more_bytes
+
+
+@contextmanager
+def _pinning() -> Iterator[None]:
+    """Torch takes host memory within it that the device reads and writes by itself. Raises OutOfHostMemory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        raise OutOfHostMemory(f"no host memory to copy KV blocks by: {error}"[:300]) from error
 
 
 def _checksums(sums_BL: Tensor) -> list[int]:

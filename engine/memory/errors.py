@@ -10,4 +10,4 @@ class CaptureFailed(RuntimeError):
 
 
 class OutOfHostMemory(RuntimeError):
-    """The host has too little memory left for what a replica is to keep while it sleeps."""
+    """The host has too little memory left for what a replica is to keep there, or to copy by it."""

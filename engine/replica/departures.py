@@ -21,7 +21,7 @@ from engine.handover.messages import WINDOW_RUN_BYTES_MAX
 from engine.handover.receiver import BlockFormat
 from engine.handover.sender import HandoverPlan, HandoverState, OutgoingHandover
 from engine.log import log
-from engine.memory.errors import OutOfDeviceMemory
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.cache_frames import HandOver, HandOverFailed
 from engine.protocol.types import PrefillLoad
 from engine.scheduling.intake import Intake
@@ -203,7 +203,7 @@ class Departures:
         elif outgoing.state == HandoverState.MOVING:
             try:
                 return self._push(departure, outgoing, budget)
-            except OutOfDeviceMemory as error:
+            except (OutOfDeviceMemory, OutOfHostMemory) as error:
                 self._end(key, str(error))
         return 0.0
 
@@ -240,7 +240,7 @@ class Departures:
 
     def _push(self, departure: _Departure, outgoing: OutgoingHandover, budget: float) -> float:
         """Begins to copy blocks that are full, and seals once these were all and the prompt's end is among them.
-        Returns how much of a turn's copies that took. Raises OutOfDeviceMemory."""
+        Returns how much of a turn's copies that took. Raises OutOfDeviceMemory and OutOfHostMemory."""
         assert self.exchange is not None
         sequence, size, taken = departure.sequence, self.unshared.block_tokens, 0.0
         turn_bytes = _TURN_WINDOW_BYTES if outgoing.in_window else _TURN_BYTES

@@ -51,8 +51,8 @@ class BlockWindow(Protocol):
     descriptor: int | None
 
     def push(self, first: int, blocks: Items[int]) -> Gathering:
-        """Begins to copy these blocks of the pool into places first, first + 1, … Raises WindowClosed and
-        OutOfDeviceMemory."""
+        """Begins to copy these blocks of the pool into places first, first + 1, … Raises WindowClosed,
+        OutOfDeviceMemory and OutOfHostMemory."""
 
     def checksums(self, first: int, count: int) -> list[int]:
         """What lies there, as `Gathering.wait` sums it up. It waits for the device. Raises WindowClosed."""
@@ -97,8 +97,8 @@ class BlockExchange(Protocol):
 
     def gather(self, blocks: Items[int], into: memoryview) -> Gathering:
         """Begins to copy blocks, one behind the other, into len(blocks) · block_bytes bytes, before any step that is
-        launched later changes them. Raises OutOfDeviceMemory."""
+        launched later changes them. Raises OutOfDeviceMemory and OutOfHostMemory."""
 
     def scatter(self, blocks: Items[int], gathered: memoryview) -> None:
         """Copies what `gather` gave into blocks that no step reads or writes: before any step that is launched
-        later."""
+        later. Raises as `gather`."""

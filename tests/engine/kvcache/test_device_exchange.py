@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from engine.kernels import reference
 from engine.kvcache.device_exchange import DeviceBlockExchange, DeviceWindow
 from engine.kvcache.tensors import KVPool, KVShape
-from engine.memory.errors import OutOfDeviceMemory
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.memory.streams import DeviceStream
 from engine.memory.symmetric import HostWindowDriver
 from engine.step.exchange import WindowClosed, WindowUnreachable
@@ -187,3 +188,25 @@ def test_blocks_go_through_host_memory_as_well() -> None:
     assert torch.equal(rows(target, [1, 2, 3]), rows(source, [4, 0, 6]))
     out.close()
     into.close()
+
+
+@pytest.mark.parametrize(
+    ("problem", "error"),
+    [("CUDA error: out of memory", OutOfHostMemory), ("CUDA error: unspecified launch failure", RuntimeError)],
+)
+def test_host_memory_that_cannot_be_pinned_is_named(
+    monkeypatch: pytest.MonkeyPatch, problem: str, error: type[Exception]
+) -> None:
+    out, memory = exchange(pool()), memoryview(bytearray(SHAPE.block_bytes))
+    for name in ("empty", "zeros"):  # the memory of the blocks, and of their sums
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, name, Mock(side_effect=RuntimeError(problem)))
+            with pytest.raises(RuntimeError) as raised:
+                out.gather([1], memory)
+        assert raised.type is error
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", Mock(side_effect=RuntimeError(problem)))
+        with pytest.raises(error):
+            out.scatter([1], memory)
+    out.gather([1], memory).wait()
+    out.close()

@@ -5,12 +5,14 @@ import math
 from array import array
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from engine.handover.receiver import BlockFormat
 from engine.handover.sender import HandoverState
+from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.cache_frames import HandOver
 from engine.replica.departures import Departures
 from engine.sequences.sequence import SequenceState
@@ -30,7 +32,9 @@ class Outgoing:
     max_run = 1
 
     def piece(self, count: int) -> Any:
-        return SimpleNamespace(fill=lambda *_: None)
+        return SimpleNamespace(fill=self.fill)
+
+    def fill(self, *_: Any) -> None: ...
 
     def push(self, names: list[bytes], piece: Any) -> None:
         self.pushed += len(names)
@@ -125,6 +129,15 @@ def test_a_turn_ends_where_the_exchange_would_wait(monkeypatch: pytest.MonkeyPat
         departing.turn(HandoverState.MOVING)
         pushed.append(departing.outgoing.pushed)
     assert pushed == [0, 2], "all that is full"
+
+
+@pytest.mark.parametrize("error", [OutOfDeviceMemory, OutOfHostMemory])
+def test_a_copy_without_memory_ends_its_handover_alone(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    departing = Departing(monkeypatch, in_window=False)
+    departing.outgoing.plan.blocks = departing.sequence.computed = 8
+    departing.outgoing.state, departing.outgoing.fill = HandoverState.MOVING, Mock(side_effect=error("nothing left"))
+    assert [(owner, failed.message) for owner, failed in departing.departures.turn()] == [(1, "nothing left")]
+    assert departing.departures.held == 0
 
 
 def test_what_the_host_copies_goes_on_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
