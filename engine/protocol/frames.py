@@ -78,11 +78,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """replica → anyone, first on every connection. `boot` names this start of this replica.
 
     `protocol` is the oldest version that it speaks, and `newest_protocol` the newest: a peer of the version before
-    reads the first alone. `digest` differs where weights, tokenizer, chat template or KV layout do. `handover` is where
-    it takes in the KV of sequences that other replicas began; empty: nowhere. `raises_epochs`: it takes RaiseEpochs,
-    `names_prefixes`: and RouteKey. `image_tokens` are what an image becomes in a prompt, 0 where it takes none.
-    `region` is where its host is, by that host's certificate; empty: nowhere that has a name. `polled`: it takes
-    PollLoad. It runs `max_sequences` at once, 0: it does not say; more of them wait there.
+    reads the first alone. `digest` differs where weights, tokenizer, chat template or KV layout do, and behind a "/"
+    where sums are added up in another number of parts, one for each GPU. `handover` is where it takes in the KV of
+    sequences that other replicas began; empty: nowhere. `raises_epochs`: it takes RaiseEpochs, `names_prefixes`: and
+    RouteKey. `image_tokens` are what an image becomes in a prompt, 0 where it takes none. `region` is where its host
+    is, by that host's certificate; empty: nowhere that has a name. `polled`: it takes PollLoad. It runs `max_sequences`
+    at once, 0: it does not say; more of them wait there.
     """
 
     protocol: int

@@ -51,4 +51,4 @@ def open_on_gpus(
             raise DoesNotFit(f"{model.name}: {error}") from error
         assert isinstance(runner, GpuRunner | PipelineRunner)
         parts: DecoderParts = (RankedGpuExecutor(runner, announcer, group), memory, report)
-        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources), exchange)
+        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources), exchange, ranks.parts)

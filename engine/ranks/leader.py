@@ -277,7 +277,7 @@ class RankedMemory:
         self, local: DecoderMemory, commands: RankCommands, layouts: Items[str],
         shared_block_bytes: Items[int] | None = None, stages: Items[StageBytes] = (),
     ) -> None:  # fmt: skip
-        """`layouts` are the names of whole blocks of each group: replicas whose ranks alone differ have the same.
+        """`layouts` are the names of whole blocks of each group: replicas whose ranks alone differ may exchange them.
         `shared_block_bytes`: all ranks are on one device, as on a CPU, and a block of each memory takes so much on
         all of them; else each has its own, and its bytes are counted of each. `stages` say of those with devices of
         their own what is unlike there: what is counted is what the fullest device has."""
@@ -386,8 +386,9 @@ class RankedMemory:
         return [RankLoad(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def ranked_model(loaded: LoadedModel, exchange: BlockExchange | None) -> LoadedModel:
-    """The model with what its memory, which is that of several ranks, says of them, and with their exchange."""
+def ranked_model(loaded: LoadedModel, exchange: BlockExchange | None, parts: int) -> LoadedModel:
+    """The model with what its memory, which is that of several ranks, says of them, and with their exchange; their sums
+    have so many parts."""
     memory = loaded.sleeper
     assert isinstance(memory, RankedMemory)
-    return replace(loaded, rank_loads=memory.rank_loads, devices=memory.devices, exchange=exchange)
+    return replace(loaded, rank_loads=memory.rank_loads, devices=memory.devices, parts=parts, exchange=exchange)

@@ -45,7 +45,7 @@ def open_ranked_model(
         resources.callback(ranks.group.close)
         config, tokens, files, source = read_decoder(model, _CPU)
         parts, exchange = _open_parts(model, source, files, tokens, beat, device_bytes, ranks, resources)
-        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources), exchange)
+        return ranked_model(loaded_decoder(model, config, tokens, files, parts, resources), exchange, ranks.parts)
 
 
 def _open_parts(

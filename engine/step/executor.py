@@ -354,6 +354,7 @@ class LoadedModel:
     exchange    how its blocks go to other replicas, None where they cannot.
     rank_loads  what each of its ranks has done so far; none where it has one.
     devices     that it is on: each holds what `memories` say, and has its part of what the host keeps.
+    parts       that each sum over its ranks has: another number of them rounds otherwise.
     images      what encodes images of prompts, None where it takes text alone; a thread that calls it enters a
                 compute_context.
     """
@@ -371,6 +372,7 @@ class LoadedModel:
     exchange: BlockExchange | None = None
     rank_loads: Callable[[], list[RankLoad]] = list
     devices: int = 1
+    parts: int = 1
     images: ImageEncoder | None = None
     compute_context: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -381,12 +383,13 @@ class LoadedModel:
 
     def digest(self, folder: Path) -> str:
         """What replicas have in common that give the same tokens for the same prompt: weights, how text becomes tokens
-        and prompts by the model's folder, and how KV is laid out."""
+        and prompts by the model's folder, and how KV is laid out; behind a "/" in how many parts sums are added up,
+        unless in one. Where that alone differs tokens are the same but for rounding."""
         digest = hashlib.sha256("\n".join([self.revision, *(each.layout.name for each in self.memories)]).encode())
         for name in _TEXT_FILES:
             if (path := folder / name).exists():
                 digest.update(f"\n{name} {path.stat().st_size}\n".encode() + path.read_bytes())
-        return digest.hexdigest()[:16]
+        return digest.hexdigest()[:16] + (f"/{self.parts}" if self.parts > 1 else "")
 
     def close(self) -> None:
         """Gives back all memory of device and host when the launched steps are done. Nothing else may be called

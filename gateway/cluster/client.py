@@ -35,6 +35,12 @@ _FAILED_MAX: Final = 1024  # places that are remembered
 _QUIET_S: Final = 15  # before the kernel asks a quiet replica's host: its machine's silence tells far sooner
 
 
+def kv_model(model: str) -> str:
+    """What KV means at replicas that compute with `model`: where it is equal, another number of GPUs rounds sums
+    otherwise, and nothing else differs."""
+    return model.partition("/")[0]
+
+
 class ReplicaConnection(FrameProtocol):
     """`on_waited` gets the seconds that a request waited which found its model asleep. Whoever knows the replica's
     machine sets `crashed`, once the connection has ended.
@@ -175,8 +181,9 @@ class ReplicaConnection(FrameProtocol):
 
     def handover_from(self, other: "ReplicaConnection") -> str:
         """Where another replica hands over requests to this one, as that one's host calls it; empty where it cannot, or
-        computes with something else. A replica of this gateway's own host has no name for others'."""
-        if self.hello is None or other.hello is None or self.model != other.model or not self.ready:
+        its KV means something else. A replica of this gateway's own host has no name for others'."""
+        alike = kv_model(self.model) == kv_model(other.model)
+        if self.hello is None or other.hello is None or not alike or not self.ready:
             return ""
         own, its = parse_tls_address(self.address), parse_tls_address(other.address)
         if not self.hello.handover or not other.hello.handover:

@@ -4,6 +4,7 @@ not what there is."""
 from collections import Counter
 from typing import Final
 
+from gateway.cluster.client import kv_model
 from gateway.cluster.prefill_routing import PrefillRouter
 from gateway.cluster.prefix_directory import PrefixDirectory
 from gateway.cluster.replica_entry import ReplicaEntry, Standing
@@ -102,9 +103,12 @@ class ModelPool:
         return standing >= Standing.PREFILLING and (not regions or region in regions)
 
     def able_as(self, model: str, regions: tuple[str, ...], besides: object = None) -> ReplicaRing[ReplicaEntry]:
-        """Replicas that can go on with what another one of this model began, without the connection `besides`."""
+        """Replicas that can go on with what another one of this model began, without the connection `besides`; where
+        there are none, those on another number of GPUs."""
         ring = self.within(regions).able
-        able = [entry for entry in ring if entry.connection is not besides and _resumes(entry, model)]
+        others = [(entry, _resumes_as(entry)) for entry in ring if entry.connection is not besides]
+        able = [entry for entry, own in others if own == model]
+        able = able or [entry for entry, own in others if kv_model(own) == kv_model(model)]
         if len(able) == len(ring):
             return ring
         some = ReplicaRing[ReplicaEntry]()
@@ -115,8 +119,9 @@ class ModelPool:
     def place(self, entry: ReplicaEntry) -> None:
         """Takes in what has changed of a replica, or that it is there."""
         self.directory.follow(entry)
-        self._vote(entry, None if entry.state.leaving else entry.model)
-        entry.differs = entry.model is not None and not _alike(entry.model, self.model) and not entry.state.leaving
+        leaves = entry.state.leaving or entry.machine.report.draining  # others that could serve need not agree with it
+        self._vote(entry, None if leaves else entry.model)
+        entry.differs = entry.model is not None and not _alike(entry.model, self.model) and not leaves
         self._move(entry, entry.standing)
 
     def remove(self, entry: ReplicaEntry) -> None:
@@ -158,5 +163,6 @@ def _alike(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}:") or other.startswith(f"{one}:")
 
 
-def _resumes(entry: ReplicaEntry, model: str) -> bool:
-    return entry.connection is not None and entry.connection.resumes and entry.connection.model == model
+def _resumes_as(entry: ReplicaEntry) -> str:
+    """What it computes with; empty where it goes on with nothing that another one began."""
+    return entry.connection.model if entry.connection is not None and entry.connection.resumes else ""

@@ -162,7 +162,7 @@ class ReplicaEntry:
     def why_not(self) -> str:
         """Why it does not serve, in words; empty where there is nothing to say."""
         if self.differs:
-            return "its weights, tokenizer, template or KV layout are others than those of most replicas of its name"
+            return "its weights, tokenizer, template, KV layout or GPUs are not those of most replicas of its name"
         if self.machine.report.draining:
             return "its machine is drained"
         return self.state.problem or (self.problem if self.reachable else "")

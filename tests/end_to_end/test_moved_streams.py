@@ -10,6 +10,7 @@ import pytest
 from tests.end_to_end.test_resumed_streams import CASES, STORY, relays, shape, timeless
 from tests.support.cut_replica import CutReplica, real_replicas
 from tests.support.served_gateway import Served, looped, served
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +81,26 @@ def test_a_stream_of_two_ranks_that_drain_goes_on_at_one_with_its_kv(tmp_path: P
             assert of_one.submits[-1].given[0].handover, "no key"
             calm = await gateway.chat(**asked)
             assert timeless(answer.json) == timeless(calm.json)
+            await gateway.settled()
+
+    with real_replicas(tmp_path, 2, ranks=(2, 1), parts=2, dtype="float32", handover_bytes=64 << 20) as addresses:
+        call()
+
+
+def test_a_stream_whose_gpus_drain_goes_on_with_its_kv_on_another_number_where_no_replica_has_as_many(
+    tmp_path: Path,
+) -> None:
+    @looped
+    async def call() -> None:
+        async with served(tmp_path / "served", relays=relays(tmp_path, addresses)) as gateway:
+            fleet = gateway.app._serving.context.fleet
+            await until(lambda: any(replica.differs for replica in fleet.replicas()))
+            (unlike,) = [replica.state.address for replica in fleet.replicas() if replica.differs]
+            given = {"messages": STORY, "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+            answer = await drained(gateway, 6, **given)
+            assert answer.json["usage"]["completion_tokens"] == 20
+            (heir,) = [replica for replica in gateway.fleet.replicas if replica.state.address == unlike]
+            assert heir.submits[-1].given[0].handover, "no key"
             await gateway.settled()
 
     with real_replicas(tmp_path, 2, ranks=(2, 1), dtype="float32", handover_bytes=64 << 20) as addresses:

@@ -82,9 +82,11 @@ class CutReplica(StubReplica):
 
 
 @contextlib.contextmanager
-def real_replicas(folder: Path, count: int, ranks: Sequence[int] = (), **model: Any) -> Iterator[list[str]]:
-    """Addresses of replicas of the built-in model, on the CPU: of one rank each, or of so many `ranks`, all of which
-    compute sums in as many parts."""
+def real_replicas(
+    folder: Path, count: int, ranks: Sequence[int] = (), parts: int | None = None, **model: Any
+) -> Iterator[list[str]]:
+    """Addresses of replicas of the built-in model, on the CPU: of one rank each, or of so many `ranks`. They compute
+    sums in so many `parts`, None: each in as many as it has ranks."""
     specs = [
         ReplicaSpec(
             model=ModelSpec(name="@cf/test/stub", folder=str(EMBER_FOLDER), gpus=ranks[index] if ranks else 1, **model),
@@ -99,8 +101,8 @@ def real_replicas(folder: Path, count: int, ranks: Sequence[int] = (), **model: 
     with contextlib.ExitStack() as ends:
         for index, spec in enumerate(specs):
             log = ends.enter_context((folder / f"real-{index}.log").open("w"))
-            program = [str(PARTS_PROGRAM)] if ranks else ["-m", "engine.replica.server"]
-            more = [str(max(ranks))] if ranks else []
+            program = [str(PARTS_PROGRAM)] if parts else ["-m", "engine.replica.server"]
+            more = [str(parts)] if parts else []
             command = [sys.executable, *program, msgspec.json.encode(spec).decode(), *more]
             process = subprocess.Popen(command, stderr=log)
             ends.callback(process.wait, 30)

@@ -138,7 +138,7 @@ def machines(config: Config, entries: Sequence[ModelEntryConfig]) -> Iterator[Fi
         if gateway.problem:
             yield wrong("gateway", f"what is asked for is not followed: {gateway.problem}", _AS_BEFORE)
     for name, model in unlike_replicas(config):
-        what = "its weights, tokenizer, template or KV layout are others than those of most replicas of its name"
+        what = "its weights, tokenizer, template, KV layout or GPUs are not those of most replicas of its name"
         yield wrong("machine", f"{name}: {model}: {what}", _UNLIKE)
     for machine in machine_reports(config):
         if machine.problem:

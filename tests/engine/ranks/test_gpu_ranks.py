@@ -103,7 +103,8 @@ class OpenedRanks:
             paged.map(range(len(paged.mapped), paged.layout.extents))
         self.executor = RankedGpuExecutor(runner, announcer, self.group)
         parts = (self.executor, self.memory, Mock())
-        self.model = ranked_model(loaded_decoder(model, config, tokens, files, parts, ExitStack()), self.exchange)
+        loaded = loaded_decoder(model, config, tokens, files, parts, ExitStack())
+        self.model = ranked_model(loaded, self.exchange, gpus)
 
 
 @contextmanager

@@ -232,6 +232,8 @@ async def test_prompts_that_were_sent_since_the_last_load_are_counted() -> None:
         ("unix:/other", "unix:/one", {}, "unix:/kv/r-kv.sock"),
         ("unix:/other", "unix:/one", {"handover": ""}, ""),
         ("unix:/other", "unix:/one", {"digest": "e"}, ""),
+        ("unix:/other", "unix:/one", {"digest": "e/2"}, ""),
+        ("unix:/other", "unix:/one", {"digest": "d/2"}, "unix:/kv/r-kv.sock"),
         ("unix:/other", "unix:/one", {"revision": "s"}, ""),
         ("tls:m1@10.0.0.1:8790/r", "unix:/one", {}, "tls:m1@10.0.0.1:8790/r-kv"),
         ("tls:m1@10.0.0.1:8790/r", "tls:m1@10.0.0.1:8790/q", {}, "unix:/kv/r-kv.sock"),
@@ -239,7 +241,7 @@ async def test_prompts_that_were_sent_since_the_last_load_are_counted() -> None:
         ("unix:/other", "tls:m2@10.0.0.2:8790/q", {}, ""),
     ],
 )
-def test_kv_goes_to_replicas_that_compute_the_same_and_can_be_named(
+def test_kv_goes_to_replicas_where_it_means_the_same_and_that_can_be_named(
     target: str, source: str, fields: dict[str, Any], place: str
 ) -> None:
     @looped

@@ -1,9 +1,11 @@
 """Heirs of streams: who of the two goes on, at which replica they begin, and what asks for them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.protocol import frames
 from engine.protocol.types import FinishReason, Pooling, RejectReason, SamplingParams, Scope
@@ -215,3 +217,29 @@ async def test_an_heir_begins_at_another_replica_also_where_its_own_has_spoken_a
             await fleet.acquire(MODEL, SCOPE, PROMPT, 0.0, began_as=last.model, besides=last)
         await turns()
         assert not fleet.waiting(MODEL), "a stream that has a replica wakes none"
+
+
+@pytest.mark.parametrize("machine_drains", [False, True])
+@in_fake_time
+async def test_an_heir_begins_on_another_number_of_gpus_where_no_replica_has_as_many(
+    tmp_path: Path, machine_drains: bool
+) -> None:
+    async with connected(tmp_path, replicas=2) as (stub, fleet):
+        for replica, digest in zip(stub.replicas, ("d/2", "d"), strict=True):
+            replica.digest = digest
+            replica.die()
+        entries = {entry.state.address: entry for entry in fleet._pools[MODEL].entries}
+        of_two, of_one = (entries[replica.state.address] for replica in stub.replicas)
+        await until(lambda: (of_two.model, of_one.model) == ("stub:d/2", "stub:d"))
+        assert (of_two.differs, of_one.differs) == (False, True), "calls are not mixed"
+        own = of_two.connection
+        if machine_drains:
+            of_two.machine = replace(of_two.machine, report=structs.replace(of_two.machine.report, draining=True))
+            fleet._on_change(of_two)
+        else:
+            stub.replicas[0].load(draining=True)
+        await until(lambda: not of_one.differs)
+        chosen = await fleet.acquire(MODEL, SCOPE, PROMPT, 0.0, began_as="stub:d/2", besides=own)
+        assert chosen.replica is of_one.connection
+        with pytest.raises(NoReplicaAvailable):
+            await fleet.acquire(MODEL, SCOPE, PROMPT, 0.0, began_as="stub:e/2", besides=own)
