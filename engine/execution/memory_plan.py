@@ -17,8 +17,8 @@ from engine.step.executor import PagedLayout, split_extents
 from engine.step.key_span import FULL, KeySpan
 
 _UNKEPT_BLOCKS_MAX: Final = 1 << 20
-BOUNCE_BYTES: Final = 1 << 20  # for blocks of ranks that come or go at once, but for a block that alone is larger
-_NUMBER_BYTES_MAX: Final = 4
+BOUNCE_BYTES: Final = 1 << 20  # of blocks that ranks put into one buffer, but for a block that alone is larger
+_NUMBER_BYTES_MAX: Final = 4  # that one number of KV takes: the type is not chosen yet where ranks are forked
 _WINDOWS_PART: Final = 32  # of a device at most one such part is for blocks that come from other replicas
 GRAPH_BYTES: Final = 1 << 20  # what each captured graph takes
 CONTEXT_BYTES: Final = 752 << 20  # what the driver keeps of a GPU for a process, kernels included, as measured
@@ -87,8 +87,9 @@ def windows_bytes(model: ModelSpec, pools: Items[KVPool], device_bytes: int) -> 
 
 
 def bounce_bytes(model: ModelSpec, config: ModelConfig) -> int:
-    """What a buffer takes in which ranks put their parts of blocks that go to other replicas; 0 where none go: a stage
-    has some layers of each, and layers that do not all see everything keep unlike ones."""
+    """How large a buffer is made in which ranks put their parts of blocks that go to other replicas, of whatever type:
+    what is not written takes no memory. 0 where none go: a stage has some layers of each, and layers that do not all
+    see everything keep unlike ones."""
     spans = [group.span for group in config.kv_groups]
     if not model.handover_bytes or model.stages > 1 or spans != [FULL]:
         return 0

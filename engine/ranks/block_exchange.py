@@ -20,6 +20,7 @@ from typing import Final
 
 import numpy as np
 
+from engine.execution.memory_plan import BOUNCE_BYTES
 from engine.kvcache.layer_pools import group_shapes
 from engine.kvcache.tensors import KVShape
 from engine.models.decoder_config import ModelConfig
@@ -44,8 +45,8 @@ class RankBlocks:
         """`local` has the rank's own part of each block, of this shape; `attach` is what threads begin with that wait
         for its device."""
         self.block_bytes = board.ranks * shape.block_bytes
-        self.bounce_blocks = len(board.bounces[0]) // self.block_bytes
-        assert self.bounce_blocks > 0, "a block is more than a buffer"
+        assert self.block_bytes <= len(board.bounces[0]), "a block is more than a buffer"
+        self.bounce_blocks = max(1, BOUNCE_BYTES // self.block_bytes)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="blocks", initializer=attach)
         self._board = board
         self._rank = rank

@@ -16,10 +16,11 @@ import torch
 from engine.execution.kv_groups import CpuKVGroup
 from engine.execution.memory_plan import BOUNCE_BYTES
 from engine.execution.open_gpu import device_exchange
+from engine.kvcache.tensors import KVShape
 from engine.memory.errors import OutOfDeviceMemory, OutOfHostMemory
 from engine.protocol.types import SamplingParams
-from engine.ranks.block_exchange import RankedExchange, RankedGathering
-from engine.ranks.board import BOUNCES
+from engine.ranks.block_exchange import RankBlocks, RankedExchange, RankedGathering
+from engine.ranks.board import BOUNCES, RankBoard
 from engine.ranks.group import RankLost
 from engine.step.exchange import BlockExchange, Gathering, GatheringLost
 from engine.step.executor import LoadedModel
@@ -239,6 +240,17 @@ def test_a_lost_rank_ends_what_is_on_its_way(folder: Path, number: int) -> None:
                 behind(model, BLOCKS)
             with pytest.raises(GatheringLost, match="lost"):
                 gathering.wait()
+
+
+@pytest.mark.parametrize(
+    ("layers", "dtype", "blocks"), [(1, torch.float32, 8), (1, torch.bfloat16, 16), (16, torch.bfloat16, 1)]
+)
+def test_a_buffer_holds_no_more_than_is_said_whatever_the_type(layers: int, dtype: torch.dtype, blocks: int) -> None:
+    shape = KVShape(layers, kv_heads=1, head_dim=128, block_tokens=64, dtype=dtype)
+    local: Any = None
+    own = RankBlocks(RankBoard(2, 1 << 10, 8, bounce_bytes=2 * BOUNCE_BYTES), 0, shape, local)
+    assert (own.bounce_blocks, own.bounce_blocks * own.block_bytes) == (blocks, BOUNCE_BYTES)
+    own.close()
 
 
 @pytest.mark.parametrize("changes", [{}, {"handover_bytes": 1, "stages": 2}])
