@@ -168,6 +168,6 @@ def _problem(model: LoadedModel, spec: ReplicaSpec) -> str:
     """Why a model hands over no KV, and takes none in."""
     if spec.model.stages > 1:
         return f"stages = {spec.model.stages}: each has the KV of some layers, and calls move by their tokens alone"
-    if len(model.memories) > 1:
-        return "its layers do not all see everything, and keep unlike blocks: calls move by their tokens alone"
-    return "it keeps no KV" if not model.memories else "its device has no room for windows: calls move by their tokens"
+    if not model.memories:
+        return "it keeps no KV"
+    return "its layers do not all see everything, and keep unlike blocks: calls move by their tokens alone"
