@@ -4,14 +4,14 @@ memory. It knows no sequences and no owners."""
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.memory.virtual_memory import Arena, contiguous_ranges
-from engine.step.key_span import FULL, KeySpan
+from engine.step.key_span import FULL, KeySpan, LayerGroup
 
 EXTENT_BYTES: Final = 1 << 30
 _EXTENTS: Final = 64
@@ -48,6 +48,10 @@ class KVShape:
         """Names the meaning of a block's bytes: two pools may exchange blocks only where it is equal."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"kv-{dtype}-l{self.layers}-h{self.kv_heads}x{self.head_dim}-b{self.block_tokens}"
+
+    def whole_layouts(self, kv_heads: int, groups: Items[LayerGroup]) -> list[str]:
+        """The layouts of a model's groups of layers, of all of its KV heads: this is the shape of some heads' slots."""
+        return [replace(self, layers=len(group.layers), kv_heads=kv_heads).layout for group in groups]
 
 
 class KVPool:

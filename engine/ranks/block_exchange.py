@@ -14,16 +14,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Final
 
 import numpy as np
 
 from engine.execution.memory_plan import BOUNCE_BYTES
-from engine.kvcache.layer_pools import group_shapes
 from engine.kvcache.tensors import KVShape
-from engine.models.decoder_config import ModelConfig
 from engine.ranks.board import BOUNCES, RankBoard
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.leader import REFUSALS, RankCommand, RankCommands
@@ -212,8 +209,3 @@ class RankedExchange:
 
     def _bounce(self, turn: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
         return np.frombuffer(self._board.bounces[turn % BOUNCES], np.uint8, size)
-
-
-def whole_layouts(config: ModelConfig, part: KVShape) -> list[str]:
-    """What the blocks of each group of an uncut model's layers are called, where a rank's slots are those of `part`."""
-    return [shape.layout for shape in group_shapes(replace(part, kv_heads=config.kv_heads), config.kv_groups)]

@@ -1,6 +1,7 @@
 """A follower of a decoder on a CPU: it opens its part with the dtype and sizes that rank 0 says, and computes it."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from engine.execution.cpu_runner import CpuRunner, CpuStage
 from engine.execution.memory_plan import context_tokens
 from engine.models.config import read_decoder_config
 from engine.protocol.specs import ModelSpec
+from engine.ranks.block_exchange import RankBlocks
 from engine.ranks.board import RankBoard
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.cpu_part import CpuRankPart
@@ -29,7 +31,7 @@ def follow_rank(model: ModelSpec, threads: int | None, board: RankBoard, parts: 
     follower = Follower(board, rank, waker)
     if threads is not None:
         torch.set_num_threads(threads)  # rank 0 has as many
-    with torch.inference_mode():
+    with torch.inference_mode(), ExitStack() as resources:
         config = read_decoder_config(Path(model.folder), vectors=model.vectors)
         tokens = context_tokens(model, config.context_tokens)
 
@@ -44,7 +46,10 @@ def follow_rank(model: ModelSpec, threads: int | None, board: RankBoard, parts: 
         def open_model(said: list[Any]) -> FollowerModel:
             opened = part.open(said[0], tokens, said[1])
             if part.link is None:
-                blocks = follower.blocks(opened.pools[0].shape, opened.groups[0]) if board.bounces else None
+                blocks = None
+                if board.bounces:
+                    blocks = RankBlocks(board, rank, opened.pools[0].shape, opened.groups[0])
+                    resources.callback(blocks.close)
                 return FollowerModel(partial(_compute, opened.runner(follower.beat)), opened.memory, blocks=blocks)
             compute, head = _staged(part.stage_of(opened, tokens, follower.beat), part.link)
             return FollowerModel(compute, opened.memory, head=head)

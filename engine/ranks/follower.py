@@ -8,14 +8,12 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from engine.kvcache.slot_tier import SlotTier
-from engine.kvcache.tensors import KVShape
 from engine.memory.errors import OutOfHostMemory
 from engine.memory.streams import StreamEvent
 from engine.ranks.block_exchange import RankBlocks
 from engine.ranks.board import RankBoard
 from engine.ranks.command_ring import COMPUTES, Command, CommandKind, CommandReader
 from engine.ranks.leader import REFUSALS, grow_or_refuse
-from engine.step.exchange import BlockExchange
 from engine.step.executor import DecoderMemory
 
 _CHANGES_MEMORY: Final = frozenset(
@@ -135,10 +133,6 @@ class Follower:
         result = act(msgspec.msgpack.decode(command.payload))
         self._board.ended_W[self._rank] = command.number
         return result
-
-    def blocks(self, shape: KVShape, local: BlockExchange, attach: Callable[[], None] | None = None) -> RankBlocks:
-        """Its side of blocks that go to other replicas, as RankBlocks has it."""
-        return RankBlocks(self._board, self._rank, shape, local, attach)
 
     def follow(self, model: FollowerModel) -> None:
         """Does command after command until CLOSE. Raises what a command does that could not be done."""

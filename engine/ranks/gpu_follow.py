@@ -9,8 +9,8 @@ from engine.execution.gpu_runner import GRAPH_ROWS_MAX
 from engine.execution.memory_plan import context_tokens
 from engine.execution.open import open_follower_source
 from engine.execution.open_gpu import device_exchange
-from engine.pipeline.stage_runner import StageRunner
 from engine.protocol.specs import ModelSpec
+from engine.ranks.block_exchange import RankBlocks
 from engine.ranks.board import RankBoard
 from engine.ranks.channel import RankChannel, swap_as_follower
 from engine.ranks.command_ring import CommandKind
@@ -47,15 +47,16 @@ def follow_on_gpu(
             blocks = None
             if board.bounces:
                 exchange = device_exchange(opened.memory, resources)
-                blocks = follower.blocks(opened.memory.pools.shape, exchange, exchange.attach)
+                blocks = RankBlocks(board, rank, opened.memory.pools.shape, exchange, exchange.attach)
                 resources.callback(blocks.close)
             graph_rows = GRAPH_ROWS_MAX if device.type == "cuda" else 0
-            runner = opened.runner(graph_rows) if part.stages is None else part.stages.runner(opened, graph_rows)
+            staged = None if part.stages is None else part.stages.runner(opened, graph_rows)
+            runner = opened.runner(graph_rows) if staged is None else staged
             resources.callback(runner.close)
 
             def head(_: bytes) -> None:
-                assert isinstance(runner, StageRunner)
-                runner.follow_head()
+                assert staged is not None
+                staged.follow_head()
 
             def launch(payload: bytes) -> None:
                 runner.follow(*unpack_order(payload))

@@ -11,7 +11,7 @@ from engine.memory.symmetric import window_driver
 from engine.pipeline.pipeline_runner import PipelineRunner
 from engine.pipeline.stage_plan import PoolSizes, StageRoom, pool_sizes, stage_shares
 from engine.protocol.specs import ModelSpec
-from engine.ranks.block_exchange import RankBlocks, RankedExchange, whole_layouts
+from engine.ranks.block_exchange import RankBlocks, RankedExchange
 from engine.ranks.channel import swap_as_leader
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.fork import Ranks
@@ -54,7 +54,7 @@ def lead_part(
     def begin(memory: GpuMemory, segments: Sequence[int]) -> RankedMemory:
         commands.wait(commands.say(CommandKind.OPEN, list(segments)))
         stages = [StageBytes(share.source.bytes, share.block_bytes) for share in shares]
-        layouts = whole_layouts(source.config, memory.pools.shape)
+        layouts = memory.pools.shape.whole_layouts(source.config.kv_heads, source.config.kv_groups)
         return RankedMemory(memory, commands, layouts, stages=stages)
 
     def lead(runner: PipelineRunner) -> None:

@@ -15,7 +15,7 @@ from engine.execution.cpu_model import CpuModel
 from engine.execution.open import DecoderParts, loaded_decoder, read_decoder
 from engine.hostinfo.memory import available_memory_bytes
 from engine.protocol.specs import ModelSpec
-from engine.ranks.block_exchange import RankBlocks, RankedExchange, whole_layouts
+from engine.ranks.block_exchange import RankBlocks, RankedExchange
 from engine.ranks.command_ring import CommandKind
 from engine.ranks.cpu_part import CpuRankPart
 from engine.ranks.fork import Ranks
@@ -70,7 +70,7 @@ def _open_parts(
     sizes = [pool.blocks for pool in opened.pools], [pool.extent_blocks for pool in opened.pools]
     commands.wait(commands.say(CommandKind.OPEN, *sizes))
     shared_bytes = _shared_block_bytes(part, opened, board.ranks // board.stages)
-    layouts = whole_layouts(source.config, opened.pools[0].shape)
+    layouts = opened.pools[0].shape.whole_layouts(source.config.kv_heads, source.config.kv_groups)
     memory = RankedMemory(opened.memory, commands, layouts, shared_bytes)
     _map_first(opened, memory, device_bytes, free_bytes)
     executor: DecoderExecutor
