@@ -32,8 +32,8 @@ _CLOSING_S: Final = 3.0  # until a follower that was told to end has given its m
 _SPIN_S: Final = 100e-6
 _YIELD_S: Final = 2e-3
 _NAP_S: Final = 200e-6
-_LOOK_S: Final = 20e-3  # between two looks at the followers at most,
-_WATCH_S: Final = 50e-3  # and of a thread that does nothing else
+_LOOK_S: Final = 20e-3  # between two looks at the followers, at most
+_WATCH_S: Final = 50e-3  # between two of a thread that does nothing else
 
 
 class RankLost(ExecutorLost):
@@ -249,8 +249,9 @@ def _become_follower(board: RankBoard, parent: int, rank: int, follow: Callable[
     except BaseException as error:
         where = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
         log("rank_failed", rank=rank, error=repr(error)[:300], where=where)
-        board.fail(rank, -1, repr(error))
-        board.abort(rank)
+        if not board.aborted:  # else what ended all is why this rank ends
+            board.fail(rank, -1, repr(error))
+            board.abort(rank)
     finally:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

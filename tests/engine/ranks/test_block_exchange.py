@@ -6,9 +6,11 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -242,6 +244,48 @@ def test_a_lost_rank_ends_what_is_on_its_way(folder: Path, number: int) -> None:
                 gathering.wait()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_rank_0_waits_for_a_buffer_is_noticed(folder: Path, gate: Any, number: int) -> None:
+    with opened(folder, 2, stall_s=0.3, **HANDOVER) as (model, ranks):
+        begun = leaving(model, bytearray(BOUNCES * block_bytes(model)), BOUNCES)
+        assert exchange_of(model).busy
+        os.kill(ranks.group.pids[0], number)
+        with memoryview(bytearray(block_bytes(model))) as view, pytest.raises(RankLost):
+            exchange_of(model).gather([1], view)
+        for gathering in begun:
+            with pytest.raises(GatheringLost, match="lost"):
+                gathering.wait()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_rank_that_fails_to_give_its_part_ends_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failing_rank: int
+) -> None:
+    parent, own = os.getpid(), CpuKVGroup.gather
+
+    def gather(self: CpuKVGroup, *args: Any) -> Any:
+        fails = (os.getpid() == parent) == (failing_rank == 0)
+        return Mock(wait=Mock(side_effect=ValueError("the device is gone"))) if fails else own(self, *args)
+
+    monkeypatch.setattr(CpuKVGroup, "gather", gather)
+    with opened(folder, 2, **HANDOVER) as (model, _):
+        with pytest.raises(GatheringLost, match="lost"):
+            gathered(model, BLOCKS)
+        with pytest.raises(RankLost, match=f"rank {failing_rank} failed: ValueError.*the device is gone"):
+            behind(model, BLOCKS)
+
+
+def test_closing_gives_up_what_is_on_its_way(folder: Path, gate: Any) -> None:
+    with opened(folder, 2, **HANDOVER) as (model, _):
+        begun, exchange = leaving(model, bytearray(3 * block_bytes(model)), 3), exchange_of(model)
+        assert isinstance(exchange, RankedExchange)
+        exchange.close()
+        for gathering in begun:
+            with pytest.raises(GatheringLost, match="all of them end"):
+                gathering.wait()
+        gate.set()
+
+
 @pytest.mark.parametrize(
     ("layers", "dtype", "blocks"), [(1, torch.float32, 8), (1, torch.bfloat16, 16), (16, torch.bfloat16, 1)]
 )
@@ -269,8 +313,7 @@ def one_gpu(folder: Path) -> Iterator[LoadedModel]:
     with ExitStack() as resources:
         resources.callback(model.close)
         memory: Any = model.sleeper
-        object.__setattr__(model, "exchange", device_exchange(memory, resources))
-        yield model
+        yield replace(model, exchange=device_exchange(memory, resources))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="processes of a CPU; test_ranks_on_gpus.py has GPUs")
