@@ -198,7 +198,9 @@ class RankGroup:
         if self.board.aborted:
             rank = self.board.aborted - 1
             raise self.lose(f"rank {rank} failed: {self.board.error(rank) or 'its log says why'}", rank)
-        for descriptor, _ in self._poll.poll(0):
+        with self._looks:  # no two threads may poll at once
+            ended = self._poll.poll(0)
+        for descriptor, _ in ended:
             rank = 1 + self._ends.index(descriptor)
             raise self.lose(f"rank {rank} ended", rank)
         if silent_s >= self._stall_s:
