@@ -67,7 +67,7 @@ def test_a_replica_that_is_unlike_the_others_of_its_model_is_named(
     (run / "gateway-1.unlike.json").write_text(json.dumps(report))
     (run / "gateway-2.unlike.json").write_text(json.dumps({"pid": 2**22 + 1, "unlike": [["m9", "gone"]]}))
     (finding,) = [each for each in examine(capsys, 1)["machine"] if each["verdict"] == "wrong"]
-    assert "m2@10.0.0.3:8791/machine: notes: its weights, tokenizer, template or KV" in finding["found"]
+    assert "m2@10.0.0.3:8791/machine: notes: its weights, tokenizer, template, KV layout or GPUs" in finding["found"]
     assert "it gets no calls" in finding["advice"]
 
 
