@@ -89,7 +89,7 @@ async def test_top_shows_which_replica_computes_with_something_else(odd: str, tm
     moves, written = MoveRates(), io.StringIO()
     moves.take(0.0, document.machines)
     Console(width=200, color_system=None, file=written).print(TopView(document, moves))
-    (line,) = [line for line in written.getvalue().splitlines() if "than those of most" in line]
+    (line,) = [line for line in written.getvalue().splitlines() if "not those of most" in line]
     assert line.startswith(f"{MODEL}: its weights, tokenizer, template, KV layout or GPUs are not those")
 
 
