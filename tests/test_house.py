@@ -374,8 +374,8 @@ BOUNDS: Final = {
     # setting, a path, a device or an address is wrong, and for examples of an action alone; 115 for ranks'
     # host memory, 34 for the heads of files as hearth.toml's tables got a room, 127 for folders
     # that are missing, sampling as GGUF files say it, how far a first prompt is, and memory that stays as it is; 370
-    # for experts that ranks have whole; 130 for tiles of AMX and of AVX2; 100 for 4 bits that a GPU unpacks, or that are
-    # made up; 317 for blocks of ranks that go to other replicas
+    # for experts that ranks have whole; 130 for tiles of AMX and of AVX2; 100 for 4 bits that a GPU unpacks, or that
+    # are made up; 317 for blocks of ranks that go to other replicas
     "file": 450,
     "function": 60,
     "fan_out": 15,
