@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 TURN_S: Final = 0.001
-ATTEMPTS: Final = 3
+ATTEMPTS: Final = 8
 
 
 @dataclass
