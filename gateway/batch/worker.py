@@ -46,8 +46,6 @@ from tenants.store.protocol import BatchStore, StoreUnavailable
 LEASE_S: Final = 10.0  # shorter than a hold lasts, so that the gateway that takes over finds the hold
 RENEW_S: Final = 2.0
 LOOK_S: Final = 1.0  # how often to look for batches of other gateways
-LARGE_BYTES: Final = 256 << 10  # of an item, whose opening holds the loop for a millisecond
-OPENED_S: Final = 0.002  # for each so many of its bytes
 TIDY_S: Final = 10.0
 PACE_S: Final = 0.1
 BACKGROUND_MAX: Final = 128  # sequences at one replica, of all gateways together
@@ -158,9 +156,7 @@ class BatchWorker:
                 claimed = True
                 self.running[model.name] += 1
                 group.create_task(self._timed(item, model))
-                # Each begins in a turn of the loop of its own, between live requests, and behind a large one that has
-                # been opened.
-                await asyncio.sleep(len(item.body) // LARGE_BYTES * OPENED_S)
+                await asyncio.sleep(0)  # each begins in a turn of the loop of its own, between live requests
         if not claimed:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):

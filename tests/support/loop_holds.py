@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 TURN_S: Final = 0.001
-ATTEMPTS: Final = 8
+ATTEMPTS: Final = 3
 
 
 @dataclass
@@ -41,6 +41,7 @@ async def loop_holds() -> AsyncIterator[LoopHolds]:
     try:
         yield holds
     finally:
+        timer.cancel()  # else it goes on beside the one that the last turn begins, while a gateway closes
         turn()
         timer.cancel()
 
