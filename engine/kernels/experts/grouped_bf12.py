@@ -100,7 +100,8 @@ def _multiply(
                 total_up, x, scales, firsts, places, values, first_output + N, first_output + N + BLOCK_N,
                 outputs + N, part, parts, x_lines, inside, K,
             )  # fmt: skip
-        total, total_up = biased(total, total_up, factors, values, outputs, N, part, WEIGH_INPUTS, False, GATED)
+        no_bias = values
+        total, total_up = biased(total, total_up, factors, no_bias, outputs, N, part, WEIGH_INPUTS, False, GATED)
         store(
             total, total_up, factors, out, added, entry, row, entries, own, there[:, None], T, N, part, parts,
             added_parts, 0.0, C, GATED, False, WEIGH_OUTPUTS,
