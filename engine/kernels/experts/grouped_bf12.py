@@ -73,8 +73,7 @@ def _multiply(
         factors = tl.load(weights + entry, mask=there, other=0.0)[None, :]
         first_output = expert * (2 * N if GATED else N) + start
         outputs = first_output + tl.arange(0, BLOCK_N)
-        lanes = tl.arange(0, LANES)
-        at = words_at(words, outputs, lanes, N, W, False, LANES)
+        at = words_at(words, outputs, tl.arange(0, LANES), N, W, False, LANES)
         blocks = K // (8 * LANES)
         total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         total_up = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
