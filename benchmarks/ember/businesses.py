@@ -645,7 +645,8 @@ SENTENCE_END: Final = re.compile(r"\n|(?<=[a-z0-9][.!;|]) ")
 class Business:
     """A system prompt of about `size` tokens about one business, and what can be asked about it."""
 
-    def __init__(self, draw: Draw, size: int) -> None:
+    def __init__(self, draw: Draw, size: int, more_facts: float = 0.0) -> None:
+        """`more_facts`: the share of its sections that are written facts beside those that chance makes so."""
         style = self.style = Style(draw)
         place, title = draw.pick(PLACES), draw.title()
         if draw.maybe(0.2):
@@ -660,7 +661,10 @@ class Business:
         self.labels: list[str] = []
         room, told = max(2, size // 22), list[set[str]]()
         while room > 0:
-            made = self._section(draw, style, place, lines, room)
+            if more_facts and draw.maybe(more_facts):
+                made: Section = Facts(draw, style, min(draw.number(1, 4), room), lines)
+            else:
+                made = self._section(draw, style, place, lines, room)
             about = [stems(line) for line in SENTENCE_END.split(made.text)]
             if any(label and label in self.labels for label in made.labels) or any(
                 len(one & other) > 1 for one in about for other in told

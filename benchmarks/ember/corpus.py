@@ -306,11 +306,12 @@ def misspelt(draw: Draw, question: str) -> str:
     return " ".join(parts)
 
 
-def about_business(draw: Draw, size: int) -> Conversation:
-    """Everyday questions to a business: more of them for each token of its prompt than about_facts asks."""
-    prompt = Business(draw, size)
+def about_business(draw: Draw, size: int, more_facts: float = 0.0, times: int = 1) -> Conversation:
+    """Everyday questions to a business, so many `times` as many as usual: more of them for each token of its prompt than
+    about_facts asks. `more_facts` as in Business."""
+    prompt = Business(draw, size, more_facts)
     conversation = Conversation([{"role": "system", "content": prompt.text}])
-    for _ in range(draw.number(3, 6 + size // 18)):
+    for _ in range(times * draw.number(3, 6 + size // 18)):
         roll = draw.chance()
         missed = prompt.miss(draw) if roll < MISSES else None
         if missed is not None:

@@ -27,30 +27,31 @@ from benchmarks.ember.train import SAID, Ember, Layer, Shape, encoded, read_weig
 from benchmarks.ember.values import Draw
 
 POOL: Final = 48  # documents sorted by length before they are cut into batches
-LONGEST: Final = 640
+LONGEST: Final = 800
 
 
-def document(draw: Draw, share: float) -> corpus.Conversation:
+def document(draw: Draw, asked: argparse.Namespace) -> corpus.Conversation:
     """A conversation with a business, or one of the earlier corpus."""
-    if draw.maybe(share):
-        return corpus.about_business(draw, draw.pick(corpus.BUSINESS_SIZES[:-2]))
+    if draw.maybe(asked.share):
+        size = draw.pick(corpus.BUSINESS_SIZES[:-2])
+        return corpus.about_business(draw, size, asked.more_facts, asked.times)
     return corpus.document(draw, 120)
 
 
-def batches(tokenizer: Tokenizer, seed: str, share: float, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(ids, which of them Ember says), both [B, T], of about `size` tokens; documents of like lengths stand together."""
+def batches(tokenizer: Tokenizer, seed: str, asked: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """(ids, which of them Ember says), both [B, T], of about `tokens` tokens; documents of like lengths stand together."""
     number = 0
     while True:
         pool: list[tuple[list[int], list[int]]] = []
         while len(pool) < POOL:
-            ids, said = encoded(tokenizer, document(Draw(f"{seed} {number}"), share))
+            ids, said = encoded(tokenizer, document(Draw(f"{seed} {number}"), asked))
             number += 1
             if len(ids) <= LONGEST:
                 pool.append((ids, said))
         pool.sort(key=lambda one: len(one[0]))
         packs: list[list[tuple[list[int], list[int]]]] = [[]]
         for one in pool:
-            if packs[-1] and (len(packs[-1]) + 1) * len(one[0]) > size:
+            if packs[-1] and (len(packs[-1]) + 1) * len(one[0]) > asked.tokens:
                 packs.append([])
             packs[-1].append(one)
         for place in torch.randperm(len(packs)).tolist():
@@ -113,14 +114,14 @@ def learn(rank: int, asked: argparse.Namespace, begun: float) -> None:
     read_weights(model, asked.begin)
     tokenizer = Tokenizer.from_file(str(asked.begin / "tokenizer.json"))
     cos, sin = rope_tables(model.shape, CONTEXT_TOKENS, torch.device("cpu"))
-    adam = torch.optim.AdamW(model.parameters(), lr=asked.rate, betas=(0.9, 0.98), weight_decay=0.01)
+    adam = torch.optim.AdamW(model.parameters(), lr=asked.rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     seconds, step, tokens, turn, recent, kept = asked.minutes * 60, 0, 0, 0, [], begun
-    for ids_BT, said_BT in batches(tokenizer, f"{asked.seed} {rank}", asked.share, asked.tokens):
+    for ids_BT, said_BT in batches(tokenizer, f"{asked.seed} {rank}", asked):
         progress = (time.time() - begun) / seconds
         falls = (1 - progress) / (1 - asked.falls) if asked.falls < 1 else 1.0
         for group in adam.param_groups:
             group["lr"] = asked.rate * max(0.0, min(1.0, (step + 1) / asked.warm, falls))
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=asked.dtype == "bfloat16"):
             loss = loss_of(model, ids_BT, said_BT, cos, sin)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -161,7 +162,20 @@ def main() -> None:
         "--falls", type=float, default=0.4, help="after which share of the run the rate begins to fall; 1: never"
     )
     parser.add_argument("--share", type=float, default=0.72, help="of the conversations that are with a business")
+    parser.add_argument(
+        "--more-facts",
+        type=float,
+        default=0.0,
+        help="share of a business's sections that are written facts, beside those that are anyway",
+    )
+    parser.add_argument("--times", type=int, default=1, help="so many times as many questions to a business as usual")
     parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="of the products; float32 is faster where the processor has neither AMX nor AVX-512 for bfloat16",
+    )
     parser.add_argument("--processes", type=int, default=2, help="of one thread each")
     parser.add_argument(
         "--every", type=float, default=15, help="seconds after which the processes average their weights"
