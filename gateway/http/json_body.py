@@ -65,16 +65,14 @@ def body_without(unknown: UnknownField, body: bytes) -> bytes:
 
 def malformed(problem: str, text: bytes, error: ValueError) -> str:
     """The problem with where it is and what is wrong there, of a text in which a decoder found this error."""
-    if isinstance(error, UnicodeDecodeError):
+    words = _BYTE.fullmatch(str(error))
+    fault, place = (words[1], int(words[2] or len(text))) if words else ("", len(text))
+    place -= fault == "trailing characters"  # msgspec points behind the first of them
+    if "utf-8" in str(error).lower():  # Python's error, or from 0.23 on msgspec's: neither knows the place in the whole
         try:
             text.decode()
-        except UnicodeDecodeError as whole:  # the decoder's own place is that within a piece
-            error = whole
-        fault, place = "no UTF-8", error.start
-    else:
-        words = _BYTE.fullmatch(str(error))
-        fault, place = (words[1], int(words[2] or len(text))) if words else ("", len(text))
-        place -= fault == "trailing characters"  # msgspec points behind the first of them
+        except UnicodeDecodeError as whole:
+            fault, place = "no UTF-8", whole.start
     before = text[:place]
     line = before.count(b"\n") + 1
     column = len(before[before.rfind(b"\n") + 1 :].decode("utf-8", "replace")) + 1
