@@ -60,6 +60,7 @@ class PrefixTree:
         self.wiped = AccountShare(b"", self._totals)  # roots of old epochs: never matched, swept and not evicted
         self._scopes: dict[ScopeKey, ScopeState] = {}
         self._epochs: OrderedDict[ScopeKey, int] = OrderedDict()  # of scopes that have no blocks now
+        self._raised: OrderedDict[bytes, int] = OrderedDict()  # by account or scope id, whether it has blocks or not
         self._roots: dict[Namespace, NamespaceRoot] = {}  # roots that can be found
         self._expiring: LazyHeap[NamespaceRoot] = LazyHeap(NamespaceRoot.expires_s)
         self._operation_s = 0.0
@@ -217,7 +218,12 @@ class PrefixTree:
         return freed
 
     def raise_epochs(self, epochs: Mapping[bytes, int]) -> None:
-        """Wipes what is of an epoch before these, by account or scope id, as lookups of these would. O(namespaces)."""
+        """Wipes what is of an epoch before these, by account or scope id, as lookups of these would, and has later
+        lookups of it leave nothing. O(namespaces)."""
+        for id, epoch in epochs.items():
+            self._raised[id] = max(epoch, self._raised.pop(id, 0))
+            if len(self._raised) > EPOCHS_MAX:
+                self._raised.popitem(last=False)
         for root in list(self._roots.values()):
             epoch = max(epochs.get(root.account.name, 0), epochs.get(root.namespace.scope_id, 0))
             if epoch > root.namespace.epoch:
@@ -318,11 +324,12 @@ class PrefixTree:
         name = namespace.scope
         scope = self._scopes.get(name)
         newest = self._epochs.get(name, 0) if scope is None else scope.epoch
+        newest = max(newest, self._raised.get(policy.account, 0), self._raised.get(namespace.scope_id, 0))
         if namespace.epoch < newest:
             root = NamespaceRoot(namespace, self.wiped, ScopeState(namespace.epoch))
             self.wiped.add_root(root)
             return root
-        if scope is not None and namespace.epoch > newest:
+        if scope is not None and namespace.epoch > scope.epoch:
             for old in list(scope.roots):
                 self._wipe(old)
             scope = None

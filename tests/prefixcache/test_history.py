@@ -46,12 +46,12 @@ BREAKS = {
         "root = self._root_of(namespace, policy)",
         "root = self._root_of(namespace._replace(behind=0), policy)",
     ),
-    "epochs share a root": ("namespace.epoch > newest", "False", "namespace.epoch < newest", "False"),
+    "epochs share a root": ("namespace.epoch > scope.epoch", "False", "namespace.epoch < newest", "False"),
     "an old epoch wipes a newer one": (
         "if namespace.epoch < newest:",
         "if False:",
-        "epoch > newest",
-        "epoch != newest",
+        "epoch > scope.epoch",
+        "epoch != scope.epoch",
     ),
     "an epoch is forgotten with the scope's last block": ("self._epochs[name] = root.scope.epoch", "pass"),
     "what a late caller leaves is found": (

@@ -227,6 +227,32 @@ def test_raised_epochs_wipe_what_is_older_without_a_lookup(tree: Tree, account: 
     tree.check()
 
 
+@pytest.mark.parametrize("raised", [namespace().scope_id, b"of an account"])
+def test_a_late_caller_leaves_nothing_though_nothing_was_cached_when_its_epoch_was_raised(
+    tree: Tree, account: BlockPool, raised: bytes
+) -> None:
+    def fill_as(epoch: int) -> None:
+        lease = tree.match(namespace(epoch=epoch), run(0, 16), RetentionPolicy(b"of an account"))
+        lease, _ = tree.insert(lease, run(lease.tokens, 16 - lease.tokens), account.allocate(4 - len(lease.blocks)))
+        account.free(tree.release(lease))
+
+    tree.raise_epochs({raised: 2})
+    fill_as(1)
+    tree.check()
+    assert tree.match(namespace(epoch=1), run(0, 16), RetentionPolicy(b"of an account")).tokens == 0
+    assert len(tree.sweep(9)) == 4, "it was kept for nobody"
+    fill_as(2)
+    tree.raise_epochs({raised: 1})
+    assert tree.matched_tokens(namespace(epoch=2), memoryview(run(0, 16))) == 16
+    tree.check()
+
+
+def test_the_epochs_that_are_remembered_have_a_limit(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EPOCHS_MAX", 2)
+    tree.raise_epochs({b"a": 1, b"b": 1, b"c": 1})
+    assert list(tree._raised) == [b"b", b"c"]
+
+
 def test_what_a_late_caller_of_an_old_epoch_inserts_is_never_found(tree: Tree, account: BlockPool) -> None:
     fill(tree, account, namespace(epoch=1), run(0, 4))
     late = fill(tree, account, namespace(epoch=0), run(0, 16))
