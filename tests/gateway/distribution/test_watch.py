@@ -1,6 +1,7 @@
 """A gateway's watch on the catalogue, on a store that is away, empty, or tells of silent machines."""
 
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,3 +183,34 @@ async def test_a_machine_that_failed_or_is_silent_is_named_and_a_gateway_of_its_
     told = await watched.told()
     assert told is not None
     assert told.failed == {"notes": ["m1"]}, "a gateway that was without the store forgives first"
+
+
+class ReadModels(list[ModelProgress]):
+    """A report's models; `threads` are those that read it, one entry each time."""
+
+    threads: list[int]
+
+    def __iter__(self) -> Iterator[ModelProgress]:
+        self.threads.append(threading.get_ident())
+        return super().__iter__()
+
+
+async def test_a_report_is_read_once_a_look_beside_the_loop_however_many_models_and_members_there_are(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [structs.replace(MODEL, name=f"notes-{number}") for number in range(20)]
+    read = ReadModels(ModelProgress(model.name, READY, 2, 2) for model in models)
+    read.threads = []
+
+    async def catalogue_reports() -> list[HostCatalogue]:
+        return [HostCatalogue("machine/m1", "1-a", read, said_at=1000)]
+
+    monkeypatch.setattr(watched.store, "catalogue_reports", catalogue_reports, raising=False)
+    await watched.store.inner.put_catalogue(ClusterCatalogue("1-a", models), "")
+    await watched.watch.look()
+    for member in watched.members:
+        told = await watched.told(member.id)
+        assert told is not None
+        assert told.having == {model.name: ["machine/m1"] for model in models}
+    assert len(read.threads) == 1, "it is read for each model, or for each member"
+    assert threading.get_ident() not in read.threads
