@@ -16,9 +16,8 @@ from typing import Final
 import msgspec
 
 from gateway import errors
-from gateway.errors import ApiError
 from gateway.http import sse
-from gateway.http.exchange import JSON_CONTENT, ClientDisconnected, Exchange, Header
+from gateway.http.exchange import JSON_CONTENT, Exchange, Header
 from gateway.http.idempotency import IdempotencyStore
 from gateway.inference.lifecycle import InferenceCall, Work
 from tenants.auth.caller import Caller
@@ -115,7 +114,7 @@ class ReplayCache:
         exchange.tee(copy.append)
         try:
             call = await serve()
-        except (ApiError, ClientDisconnected):
+        except Exception:
             await _settled(claimed.release)
             raise
         packed = None if copy.body is None else zlib.compress(copy.body, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.http.sse import PING
-from gateway.inference import replay
+from gateway.inference import pipeline, replay
 from gateway.inference.replay import AnswerRecorder
 from tenants.records.limits import Limits
 from tenants.store.protocol import StoreUnavailable
@@ -160,6 +160,16 @@ async def test_what_fails_leaves_its_key_free(tmp_path: Path) -> None:
         assert (await asked(gateway, key="late")).status == 200
         assert (await asked(gateway, {"prompt": ""}, key="bad")).status == 400
         assert (await asked(gateway, key="bad")).status == 200
+
+
+@looped
+async def test_a_bug_leaves_the_key_of_its_call_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(tmp_path) as gateway:
+        with monkeypatch.context() as broken:
+            broken.setattr(pipeline, "check_prompt_fits", lambda *_: 1 // 0)
+            assert (await asked(gateway)).status == 500
+        again = await asked(gateway)
+        assert (again.status, replayed(again)) == (200, False)
 
 
 @looped
