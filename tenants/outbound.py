@@ -9,8 +9,12 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 import httpx
+
+_TRANSLATED: Final = ipaddress.IPv6Network("64:ff9b::/96")  # IPv4 addresses behind a NAT64, RFC 6052
+_UNICAST: Final = ipaddress.IPv6Network("2000::/3")  # all public ones of IPv6
 
 
 class PrivateAddress(OSError):
@@ -91,8 +95,9 @@ def is_public(text: str) -> bool:
     """Whether an address is public; an IPv4 address within IPv6 counts as itself."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        address = address.ipv4_mapped or address.sixtofour or address
-    return address.is_global and not address.is_multicast
+        translated = ipaddress.IPv4Address(address.packed[-4:]) if address in _TRANSLATED else None
+        address = address.ipv4_mapped or address.sixtofour or translated or address
+    return address.is_global and not address.is_multicast and (address.version == 4 or address in _UNICAST)
 
 
 def _reason(error: BaseException) -> str:

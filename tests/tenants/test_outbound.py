@@ -87,12 +87,14 @@ async def test_one_private_address_is_enough_to_refuse_all(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "address",
     ["127.0.0.1", "10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "::ffff:10.0.0.1", "2002:a00:1::", "224.0.0.1",
-     "0.0.0.0", "100.64.0.1", "fd00::1", "192.168.0.1"],
+     "0.0.0.0", "100.64.0.1", "fd00::1", "192.168.0.1", "64:ff9b::a00:1", "64:ff9b::7f00:1", "64:ff9b:1::a00:1",
+     "::10.0.0.1", "fec0::2"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:
     assert not is_public(address)
     assert is_public("1.1.1.1")
     assert is_public("2606:4700::1111")
+    assert is_public("64:ff9b::101:101"), "as a network without IPv4 calls it"
 
 
 @pytest.mark.parametrize(
