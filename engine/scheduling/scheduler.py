@@ -166,9 +166,9 @@ class Scheduler:
         """Takes back a step that found too little memory, and the one launched behind it, as if never planned.
 
         The next step is at most half as large, which is returned; the later ones grow again. A step of one row cannot
-        shrink: its sequence ends with an error.
+        shrink, nor one for a single row that has a whole image instead: its sequence ends with an error.
         """
-        rows, plans = plan.computed_tokens, list(self.running.inflight)
+        rows, plans, smallest = plan.computed_tokens, list(self.running.inflight), self._budget.max_rows == 1
         assert plans[0] is plan
         for launched in plans:
             self.running.land(launched)
@@ -177,7 +177,7 @@ class Scheduler:
             sequence.launched = sequence.computed
         self._budget.halve(rows)
         self._counters["steps_out_of_memory"] += 1
-        if rows == 1:
+        if rows == 1 or smallest:
             self.intake.fail(plan.sequences, OUT_OF_MEMORY)
         return self._budget.max_rows
 

@@ -5,6 +5,7 @@ import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.memory.errors import OutOfDeviceMemory
@@ -12,7 +13,7 @@ from engine.protocol.types import FinishReason, RejectReason, SamplingParams, Sc
 from engine.scheduling import admission
 from engine.scheduling.scheduler import NOT_FINITE, OUT_OF_MEMORY
 from engine.scheduling.step_plan import StepPlan
-from engine.sequences.sequence import Sequence, SequenceState
+from engine.sequences.sequence import PromptImage, Sequence, SequenceState
 from engine.sequences.validation import SubmitRejected
 from engine.step.executor import RunnerOutput
 from engine.step.layout import unpack_step
@@ -877,6 +878,25 @@ def test_one_row_that_finds_too_little_memory_costs_its_sequence_and_no_other(de
     assert (bad.finish.reason, bad.finish.message) == (FinishReason.ERROR, OUT_OF_MEMORY)
     assert [entry.finish.reason for entry in good if entry.finish] == [FinishReason.LENGTH] * 2
     simulation.assert_all_finished()
+
+
+def test_an_image_that_finds_too_little_memory_costs_its_sequence_and_no_other() -> None:
+    simulation = Simulation(step_tokens=64)
+    bad, good = (simulation.submit(id, words(40, id), max_tokens=2)[0] for id in range(2))
+    bad.sequence.images = [PromptImage(0, 30, 5, b"", 0, np.ones((30, 2), np.float32), users=1)]
+    rows = []
+    while bad.finish is None and len(rows) < 20:
+        plan = simulation.plan()
+        assert plan is not None
+        rows.append(sum(plan.chunks))
+        simulation.scheduler.retry_smaller(plan)
+        simulation.listen()
+    assert rows[-1] == 30, "images are computed whole"
+    assert bad.finish is not None, "it is tried for ever"
+    assert bad.finish.message == OUT_OF_MEMORY
+    simulation.run()
+    assert good.finish is not None
+    assert good.finish.reason == FinishReason.LENGTH
 
 
 # Groups
