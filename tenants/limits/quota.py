@@ -310,7 +310,7 @@ class Quota:
             raise problem
 
     async def _replay(self, path: Path) -> None:
-        records, damaged = self._outbox.read(path)
+        records, damaged = await asyncio.to_thread(self._outbox.read, path)  # of a long outage 100,000 lines
         for start in range(0, len(records), SETTLE_BATCH):
             await self._store.settle(records[start : start + SETTLE_BATCH])
         self._outbox.remove(path, damaged)

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -590,6 +591,26 @@ async def test_the_outbox_of_a_killed_gateway_is_replayed_by_the_next(
     dead.close()
     await quota.replay()
     assert await balanced(store, caller, clock.day) == Totals(1, DONE_COST, 40, 32, 5)
+
+
+async def test_an_outbox_of_any_length_is_read_beside_the_loop(
+    quota: Quota, store: Store, new_caller: Any, clock: Any, outage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, read, threads = await new_caller(), Outbox.read, list[int]()
+
+    def read_there(outbox: Outbox, path: Path) -> Any:
+        threads.append(threading.get_ident())
+        return read(outbox, path)
+
+    monkeypatch.setattr(Outbox, "read", read_there)
+    reservation = await reserved(quota, caller, "r")
+    with outage():
+        quota.settle(reservation, DONE)
+        await quota.flush()
+    await quota.replay()
+    assert (await balanced(store, caller, clock.day)).requests == 1
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 # ---- many at once
