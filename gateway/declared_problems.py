@@ -4,7 +4,9 @@ It knows no file: only the message and the type that was read.
 """
 
 import re
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
 
 from gateway.field_hints import allowed_ranges, allowed_words, description_of, similar_field
 
@@ -24,6 +26,8 @@ _NOTHING: Final = "null"
 _NO_WORD: Final = "Invalid enum value "
 _NO_SUCH_FIELD: Final = "there is no such field"
 _ONE_TABLE: Final = "expected a list, got a table"
+
+T = TypeVar("T")
 
 
 class DeclaredProblem(NamedTuple):
@@ -57,6 +61,14 @@ def declared_problem(message: str, kind: Any) -> DeclaredProblem:
     elif problem.startswith("Expected "):
         problem = f"expected{_TYPES.sub(_in_words, problem.removeprefix('Expected'))}"
     return DeclaredProblem(place, problem + documented)
+
+
+def convert_declared(document: Any, kind: type[T]) -> T:
+    """`msgspec.convert` to this type. Raises ValueError in words, with the place."""
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(declared_problem(str(error), kind))) from None
 
 
 def advised(found: DeclaredProblem) -> str:

@@ -23,6 +23,7 @@ from gateway.commands.terminal.options import (
     split_list,
 )
 from gateway.commands.terminal.output import print_either, print_table, time_text
+from gateway.declared_problems import convert_declared
 from tenants.auth.accounts import ACCOUNT_ID, checked_account_name
 from tenants.records.accounts import DEFAULT_PLAN, Account, Settings
 from tenants.records.limits import NO_LIMITS
@@ -110,7 +111,7 @@ class SettingsOptions:
             notices = {"url": self.notices_url or None, "at": self.notices_at}
             if changes := {name: value for name, value in notices.items() if value}:
                 document["notices"] = {**(document["notices"] or {}), **changes}
-        return msgspec.convert(document, Settings)
+        return convert_declared(document, Settings)
 
 
 @app.command

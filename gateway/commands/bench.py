@@ -73,12 +73,17 @@ class LoadOptions:
     """The requests that a measurement sends."""
 
     streams: Annotated[int, _AT_LEAST_ONE, Parameter(help="requests at once (default: 8)")] = 8
-    rate: Annotated[float | None, Parameter(help="requests per second at random times, instead of streams")] = None
+    rate: Annotated[
+        float | None,
+        Parameter(validator=Number(gte=0.001), help="requests per second at random times, instead of streams"),
+    ] = None
     requests: Annotated[int, _AT_LEAST_ONE, Parameter(help="requests in all (default: 64)")] = 64
     max_tokens: Annotated[int, _AT_LEAST_ONE, Parameter(help="of each answer (default: 64)")] = 64
     words: Annotated[int, _AT_LEAST_ONE, Parameter(help="length of each question (default: 40)")] = 40
     chats: Annotated[bool, Parameter(help="lengths as of chats: lognormal, 227 in and 188 out")] = False
-    shared: Annotated[int, Parameter(help="length of a shared system prompt in words (default: 0)")] = 0
+    shared: Annotated[
+        int, Parameter(validator=Number(gte=0), help="length of a shared system prompt in words (default: 0)")
+    ] = 0
     seed: Annotated[int, Parameter(help="of words, lengths and times (default: 0)")] = 0
     processes: Annotated[int, _AT_LEAST_ONE, Parameter(help="that send the requests (default: 1)")] = 1
 

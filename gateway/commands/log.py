@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 from msgspec import structs
 
 from engine.log import render
@@ -20,7 +21,7 @@ from gateway.settings.config import Config, SettingsError
 from tenants.auth.errors import NotFound
 from tenants.records.accounts import Account
 from tenants.records.usage import MICRO, UsageRecord, day_of
-from tenants.store.protocol import StoreUnavailable
+from tenants.store.protocol import RETENTION_DAYS, StoreUnavailable
 
 _TEACHING: Final = """\
 examples:
@@ -56,8 +57,13 @@ def show(
     request: Annotated[str, Parameter(help="its id, from x-request-id")],
     /,
     *,
-    account: Annotated[str | None, Parameter(help="whose it is, by name or id (default: the log says, or all)")] = None,
-    days: Annotated[int, Parameter(help="how far back to look where the log does not say when")] = 7,
+    account: Annotated[
+        str | None, Parameter(help="whose it is where the log does not say, by name or id (default: all)")
+    ] = None,
+    days: Annotated[
+        int,
+        Parameter(validator=Number(gte=1, lte=RETENTION_DAYS), help="how far back to look where it does not say when"),
+    ] = 7,
     json: Json = False,
     source: Source,
 ) -> int:
@@ -103,7 +109,7 @@ async def _recorded(
     if events:
         began = day_of(int(float(events[0]["time"]) * MICRO))
         looked = range(began + 1, began - 3, -1)  # a line is of the end, and a long call began before
-    if reference := named or told:
+    if reference := told or named:
         accounts: Sequence[Account] = [await access.find(reference)]
     elif events:
         return None, None  # nobody's: the credential opened nothing

@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-import msgspec
 from cyclopts import Group, Parameter
 from msgspec import UNSET, UnsetType, structs
 
@@ -15,6 +14,7 @@ from gateway.commands.terminal.confirm import Yes, confirm
 from gateway.commands.terminal.limits import NO_CHANGE, LimitOptions, limits_rows, limits_text
 from gateway.commands.terminal.options import Json, OptionalCount, OptionalDuration, command_app, given_fields
 from gateway.commands.terminal.output import format_amount, print_either, print_table
+from gateway.declared_problems import convert_declared
 from tenants.audit import SYSTEM
 from tenants.auth.errors import NotFound
 from tenants.records.accounts import DEFAULT_PLAN, Plan
@@ -102,7 +102,7 @@ async def set_plan(
     changes: dict[str, Any] = {"limits": limits.changed(before.limits), **given_fields(treatment, _TREATMENT)}
     if "strict" in changes:
         changes["strict"] = treatment.strict == "yes"
-    after = msgspec.convert({**structs.asdict(before), **changes}, Plan)
+    after = convert_declared({**structs.asdict(before), **changes}, Plan)
     if after not in await access.accounts.plans():
         await _confirm_reductions(access, before, after, yes)
         after = await access.accounts.put_plan(after, before.revision)

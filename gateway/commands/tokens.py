@@ -67,8 +67,11 @@ class GrantOptions:
         return structs.replace(grant, **changes)
 
     def expires_at(self, before: int | None) -> int | None:
+        """Raises ValueError where that is now."""
         if isinstance(self.expires, UnsetType):
             return before
+        if self.expires == 0:
+            raise ValueError("such a token would open nothing; `hearth tokens revoke` ends one")
         return None if self.expires is None else int(time.time() + self.expires)
 
 

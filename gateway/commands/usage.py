@@ -79,7 +79,7 @@ def _days(first: int | None, last: int | None) -> range:
     end = int(time.time()) // 86_400 if last is None else last
     start = end - _DAYS if first is None else first
     if not 0 <= end - start < RETENTION_DAYS:
-        raise ValueError(f"--from must be a day before --to, and they may span {RETENTION_DAYS} days")
+        raise ValueError(f"--from may not be after --to, and they may span {RETENTION_DAYS} days")
     return range(start, end + 1)
 
 
@@ -116,8 +116,8 @@ async def usage(
     access: Access,
 ) -> None:
     """What accounts have used."""
-    if left and csv:
-        raise ValueError("--left is printed as a table or, with --json, as JSON")
+    if left and (csv or by != "day" or first is not None or last is not None):
+        raise ValueError("--left is of now, as a table or JSON: it takes no --from, --to, --by or --csv")
     if left:
         return await print_left(access, await _accounts(access, accounts), json)
     days = _days(first, last)

@@ -16,6 +16,7 @@ from gateway.settings.machine import DEVICE_PATTERN
 NONE: Final = "none"  # takes a setting back, where it may be unset
 _UNIT_SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _FIRST_DAY: Final = date(1970, 1, 1)
+_DURATION_MAX_S: Final = 100 * 366 * 86400.0  # what ends later has no date that all can print
 
 T = TypeVar("T")
 
@@ -46,7 +47,9 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
     if match is None:
         raise ValueError(f"{text!r} is no time: write a number and s, m, h, d or w, like 30d")
-    return int(match[1]) * float(_UNIT_SECONDS[match[2]])
+    if (seconds := int(match[1]) * float(_UNIT_SECONDS[match[2]])) > _DURATION_MAX_S:
+        raise ValueError(f"{text!r} is more than 100 years")
+    return seconds
 
 
 def parse_day(text: str) -> int:
@@ -65,8 +68,11 @@ def parse_device(text: str) -> str:
 
 
 def split_list(text: str) -> tuple[str, ...]:
-    """`a, b` → its parts; `none` and an empty text have none."""
-    return () if text == NONE else tuple(part.strip() for part in text.split(",") if part.strip())
+    """`a, b` → its parts; `none` has none. Raises ValueError for an empty text, as of a variable that is not set: what
+    an empty list lifts, such as a token's networks, is lifted by the word alone."""
+    if not (parts := tuple(part.strip() for part in text.split(",") if part.strip())):
+        raise ValueError(f"nothing is named; `{NONE}` says that it is to be so")
+    return () if text == NONE else parts
 
 
 def _number(kind: Callable[[str], T], name: str) -> Callable[[str], T]:

@@ -50,6 +50,15 @@ def test_a_request_is_told_of_in_words(shell: Shell) -> None:
     assert (document["record"]["micro_neurons"], len(document["events"])) == (1.5 * MICRO, 1)
 
 
+def test_whose_a_request_is_is_what_its_lines_say(shell: Shell) -> None:
+    shell.account("other")
+    account = shell.account()
+    settle(account, ID)
+    write_lines({"event": "request_ended", "request": ID, "account": account, "outcome": "done"})
+    assert f"acme ({account})" in (text := shell.out("log", ID, "--account", "other"))
+    assert "1.5 neurons" in text
+
+
 def test_a_refusal_has_no_cost_and_says_the_field(shell: Shell) -> None:
     account = shell.account()
     refusal = {"status": 400, "code": 5006, "kind": "invalid_request", "field": "top_k", "ms": 2.0}

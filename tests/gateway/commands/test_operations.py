@@ -218,7 +218,7 @@ def test_settings_are_changed_one_by_one(shell: Shell) -> None:
         (("settings", "ID", "--sharing", "a" * 32), "this one among them"),
         (("settings", "ID", "--notices-url", "ftp://x"), "no https:// address"),
         (("settings", "ID", "--notices-at", "0.5"), "url"),
-        (("settings", "ID", "--cache-keep", "8w"), "cache_keep_s"),
+        (("settings", "ID", "--cache-keep", "8w"), "cache_keep_s: expected a number <= 604800"),
         (("limits", "ID", "--burst", "0"), "burst"),
         (("limits", "ID", "--neurons-per-day", "nan"), "neurons_per_day"),
         (("limits", "ID", "--requests-per-minute", "-1"), "requests_per_minute"),
@@ -260,6 +260,12 @@ def test_a_token_has_limits_of_its_own_and_is_changed(shell: Shell) -> None:
     assert shell.actions(id)[2:] == ["token.create", "token.change", "token.change", "token.revoke"]
 
 
+def test_a_token_that_would_open_nothing_from_the_start_is_not_minted(shell: Shell) -> None:
+    id = shell.account()
+    assert "revoke" in shell.refused("tokens", "mint", id, "--expires", "0d")
+    assert len(shell.json("tokens", "list", id)) == 1
+
+
 def test_a_detail_too_long_for_the_log_is_kept_as_a_digest(shell: Shell) -> None:
     id = shell.account()
     shell.out("tokens", "mint", id, "--models", ",".join(f"@cf/{n:0150}" for n in range(40)))
@@ -297,7 +303,7 @@ def test_plans_are_made_changed_and_removed(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--weight", "1000"), "weight"),
+        (("--weight", "1000"), "weight: expected a number <= 100"),
         (("--weight", "nan"), "weight"),
         (("--sequences", "0"), "sequences"),
         (("--floor-blocks", "9", "--cap-blocks", "8"), "floor_blocks 9 is above cap_blocks 8"),
@@ -331,6 +337,12 @@ def test_usage_is_summed_by_day_model_and_token(shell: Shell) -> None:
     assert "total" in shell.out("usage", ann)
     assert "may span 400 days" in shell.refused("usage", "--from", "2020-01-01")
     assert "name one account" in shell.refused("usage", ann, bob)
+
+
+@pytest.mark.parametrize("words", [("--by", "model"), ("--from", "2026-01-31"), ("--to", "2026-01-31"), ("--csv",)])
+def test_what_is_left_is_of_now_and_takes_no_days(words: tuple[str, ...], shell: Shell) -> None:
+    shell.account()
+    assert words[0] in shell.refused("usage", "--left", *words)
 
 
 def test_usage_by_tag_counts_a_request_with_each_of_its_tags_and_once_in_the_total(shell: Shell) -> None:

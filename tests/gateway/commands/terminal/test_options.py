@@ -25,7 +25,19 @@ def test_a_day_is_counted_from_1970_on() -> None:
 
 def test_a_list_has_its_parts_and_none_is_empty() -> None:
     assert split_list("a, b,,c") == ("a", "b", "c")
-    assert split_list("none") == split_list("") == ()
+    assert split_list("none") == ()
+
+
+@pytest.mark.parametrize("text", ["", " ", ",,"])
+def test_a_list_of_a_variable_that_is_not_set_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="`none` says that"):
+        split_list(text)
+
+
+@pytest.mark.parametrize("text", ["999999d", "999999w"])
+def test_a_duration_ends_on_a_day_that_can_be_printed(text: str) -> None:
+    with pytest.raises(ValueError, match="100 years"):
+        parse_duration(text)
 
 
 def test_an_option_that_takes_a_setting_back_is_none_and_one_that_is_not_given_is_absent() -> None:
