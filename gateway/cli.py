@@ -2,7 +2,10 @@
 imports a command only when that is called, so that `hearth --help` is quick.
 """
 
+import contextlib
+import errno
 import functools
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple
@@ -152,11 +155,27 @@ def _run(invocation: Invocation) -> int | None:
     return status
 
 
+def _fail_by_system(error: OSError) -> int:
+    """Says what no command knew to say better: a full disk, or files of another user."""
+    if error.errno == errno.ENOSPC and error.filename is None:  # of standard output, and again at Python's end
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+    where = f"{error.filename}: " if error.filename else ""
+    owner = "; run it as the user that it belongs to, or name others by --config and --state"
+    advice = owner if isinstance(error, PermissionError) else ""
+    print(f"hearth: {where}{error.strerror or error}{advice}", file=sys.stderr)
+    return 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0 done, 1 it could not be done (said on stderr), 2 wrong usage."""
     keep_one_arena()
+    if argv is None:  # SIGTERM unwinds, so that nothing half written stays; what serves drains on it instead
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        return _run(parse(sys.argv[1:] if argv is None else argv)) or 0
+        status = _run(parse(sys.argv[1:] if argv is None else argv)) or 0
+        sys.stdout.flush()  # where it finds no room, that is said here: as Python ends nobody could
+        return status
     except UsageError as error:
         print(f"{error.command}: {error}\nusage: `{error.command} --help` shows options and examples", file=sys.stderr)
         return 2
@@ -168,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left, e.g. `| head`
         return 1
+    except OSError as error:
+        return _fail_by_system(error)
 
 
 if __name__ == "__main__":

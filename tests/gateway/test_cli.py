@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import json
 import os
 import re
@@ -119,6 +120,11 @@ def test_wrong_usage_ends_with_status_2(words: list[str], capsys: pytest.Capture
         (["audit", "list", "a", "--all"], "{ACCOUNT, --all}"),
         (["top", "--interval", "0"], "no number of seconds from 0.2 to 3600"),
         (["bench", "--streams", "0"], "--streams"),
+        (["bench", "--rate", "-1"], "--rate"),
+        (["bench", "--shared", "-1"], "--shared"),
+        (["log", "0f7c1d9e", "--days", "9999999"], "--days"),
+        (["tokens", "mint", "a", "--expires", "999999w"], "more than 100 years"),
+        (["tokens", "mint", "a", "--networks", ""], "`none` says that it is to be so"),
         (["serve", "--device", "gpu"], "'gpu' is no device: write auto, cpu, cuda or cuda:0"),
         (["accounts", "list", "--config"], "--config"),
     ],
@@ -589,6 +595,58 @@ def test_a_state_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, caps
     for words in (["accounts", "create", "acme"], ["serve"]):
         assert main([*words, "--state", str(tmp_path / "file" / "state")]) == 1
         assert "--state names another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["credentials", "doctor", "chat", "log 0f7c1d9e", "models list", "accounts list"])
+def test_files_of_another_user_are_named_with_what_helps(
+    command: str, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = {name: getattr(Path, name) for name in ("stat", "read_bytes", "open")}
+
+    def refusing(name: str) -> Any:
+        def refuse(path: Path, *rest: Any, **named: Any) -> Any:
+            if path.is_relative_to(state.name) or path.is_relative_to(state):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return kept[name](path, *rest, **named)
+
+        return refuse
+
+    for name in kept:
+        monkeypatch.setattr(Path, name, refusing(name))
+    assert main(command.split()) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("hearth: ")
+    assert ".hearth" in message
+    assert message.endswith(
+        ": Permission denied; run it as the user that it belongs to, or name others by --config and --state\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["systemd", "accounts list"])
+def test_output_that_finds_no_room_is_said_and_ends_with_status_1(
+    command: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "accounts", "create", "acme")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "gateway.cli", *command.split()]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (1, "hearth: No space left on device\n")
+
+
+def test_a_command_that_is_ended_leaves_nothing_half_written(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "accounts", "create", "acme")
+    program = (
+        "import signal, sys; from gateway import cli; from gateway.commands import backup;"
+        "backup._copy = lambda *_: (print('copies', flush=True), signal.pause()); sys.exit(cli.main())"
+    )
+    words = [sys.executable, "-c", program, "backup", "monday"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "copies\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert os.listdir() == [".hearth"]
 
 
 def test_a_reader_that_leaves_is_no_problem_of_the_stores(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,7 +128,8 @@ async def ask_store(config: Config, question: Callable[[StoreAccess], Awaitable[
 def with_store_access(
     config: Config, question: Callable[[StoreAccess], Awaitable[int | None]], *, makes: bool = False
 ) -> int:
-    """Runs `question` and returns its exit status; prints on stderr what the store refuses, and what it has got."""
+    """Runs `question` and returns its exit status; prints on stderr what the store refuses, and what it has got. Raises
+    OSError, which may be of the command's own files."""
 
     async def asked(access: StoreAccess) -> int | None:
         try:
@@ -139,13 +140,11 @@ def with_store_access(
 
     try:
         return asyncio.run(ask_store(config, asked, makes=makes)) or 0
-    except BrokenPipeError:  # the reader of our output left, which is no problem of the store's
-        raise
     except NotFound as error:
         return fail(str(error.args[0]))
     except NameInUse as error:
         return fail(f"{error}: {error.account_id}; choose another name, or rename that one: `hearth accounts rename`")
-    except (StoreUnavailable, Conflict, ValueError, OSError) as error:
+    except (StoreUnavailable, Conflict, ValueError) as error:
         return fail(str(error))
 
 
