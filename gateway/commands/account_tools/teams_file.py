@@ -113,6 +113,8 @@ def read_teams(path: Path) -> DeclaredTeams:
         raise InvalidTeams([f"{path} has {len(content):,} bytes; the most is {FILE_BYTES_MAX:,}"])
     reader = _Reader(str(path))
     document = reader.toml(content) if path.suffix == ".toml" else reader.yaml(content)
+    if not document and not reader.problems:
+        raise InvalidTeams([f"{path} declares nothing: write `accounts: {{}}` where that is meant"])
     teams = reader.teams(document)
     if reader.problems:
         raise InvalidTeams(reader.problems)

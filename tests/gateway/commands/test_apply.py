@@ -206,6 +206,8 @@ def test_an_account_that_is_named_by_its_id_gets_the_files_name(shell: Shell, tm
             "a.yaml:3: accounts.acme.limits.requests_per_minute: expected a whole number, got text",
         ),
         ("accounts: {\n", "a.yaml:2: this is not YAML: "),
+        ("", "a.yaml declares nothing"),
+        ("# {{ accounts }}\n", "a.yaml declares nothing"),
         ("a: &a [x, x]\nb: &b [*a, *a]\n" + "c: [" + "*b, " * 200_000 + "]\n", "aliases"),
     ],
 )
