@@ -84,7 +84,7 @@ _LIBRARY: Final = "cpu_row.so"
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 _FEATURES: Final = frozenset(("avx2", "fma"))
 _FLAGS: Final = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
-_COMPILING_S: Final = 30.0  # it takes a second of a free core
+_COMPILING_S: Final = 300.0  # a second of a free core; who gives up is unlike its model's other replicas
 
 
 class _Compilation(NamedTuple):

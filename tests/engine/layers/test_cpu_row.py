@@ -1,7 +1,9 @@
 """engine/layers/cpu_row.py: without a compiler, or with one that fails, models do without and a log says so."""
 
 import logging
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,21 @@ def test_without_a_compiler_a_log_says_what_that_costs(
 def test_a_compiler_that_fails_leaves_models_to_the_library(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
     assert cpu_row.row_functions() is None
+
+
+def test_a_compiler_that_a_busy_host_slows_down_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class SlowCompiler:
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None and timeout < 120:
+                raise subprocess.TimeoutExpired("cc", timeout)
+            waited.append(timeout)
+            return 1
+
+        def kill(self) -> None: ...
+
+    waited: list[float | None] = []
+    compilation = cpu_row._Compilation(SlowCompiler(), tmp_path)  # type: ignore[arg-type]
+    monkeypatch.setattr(cpu_row, "start_compiling", cache(lambda: compilation))
+    cpu_row.row_functions()
+    assert None not in waited[:1], "a compiler that hangs may not keep a replica from serving for good"
+    assert waited
