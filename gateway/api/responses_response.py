@@ -122,7 +122,8 @@ class ResponsesReply:
 
     def finish(self, choice: int, reason: str, stopped_by: str | None) -> bytes:
         self._reason = reason
-        return self._end("incomplete" if reason in INCOMPLETE_REASONS else "completed")
+        cut = reason in INCOMPLETE_REASONS or (self._item is not None and self._item.call is not None)
+        return self._end("incomplete" if cut else "completed")
 
     def end(self, usage: Usage) -> bytes:
         status = _status(self._reason)

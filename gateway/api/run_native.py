@@ -3,7 +3,6 @@
 It does not know accounts, replicas or sockets.
 """
 
-import contextlib
 from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
@@ -182,11 +181,8 @@ def _cut(usage: Usage) -> dict[str, str]:
 
 def _calls(uses: list[ToolUse]) -> list[dict[str, Any]]:
     """With arguments as objects; a call that the answer's end cut is left out."""
-    calls = []
-    for use in uses:
-        with contextlib.suppress(msgspec.DecodeError):
-            calls.append({"name": use.name, "arguments": msgspec.json.decode(use.arguments)})
-    return calls
+    inputs = [(use.name, use.input) for use in uses]
+    return [{"name": name, "arguments": input} for name, input in inputs if input is not None]
 
 
 def read_run_native(body: bytes, query: bytes, model: str | None, drawn_seed: int) -> GenerationRequest:

@@ -35,9 +35,10 @@ LOGPROB_MIN: Final = -9999.0  # JSON has no infinity
 
 @dataclass(slots=True)
 class _Call:
-    """A tool call in the making."""
+    """A tool call in the making; it is `whole` once its end came."""
 
     name: str
+    whole: bool = False
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
     fragments: list[str] = field(default_factory=list)
 
@@ -176,7 +177,9 @@ class CompletionBuilder:
                 self.thought_tokens = len(self.tokens)
             elif type(part) is ToolCallStart:
                 self._calls.append(_Call(part.name))
-        if self._calls and self.finish == "stop":
+            else:
+                self._calls[-1].whole = True
+        if self.finish == "stop" and self._calls and self._calls[-1].whole:  # a call that was cut is none to answer
             self.finish = "tool_calls"
         return parts
 

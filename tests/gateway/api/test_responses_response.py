@@ -121,6 +121,8 @@ def test_a_call_that_the_end_cut_is_incomplete_and_one_before_it_is_not() -> Non
     ]
     whole = json.loads(reply().whole([Completion("", "length", [RAIN], None)], USAGE))
     assert (whole["status"], whole["output"][0]["status"]) == ("incomplete", "completed")
+    stopped = json.loads(reply().whole([Completion("", "stop", [cut], None, stopped_by="lo")], USAGE))
+    assert (stopped["status"], stopped["output"][0]["status"]) == ("completed", "incomplete")
 
 
 def test_a_text_after_a_call_is_an_item_of_its_own() -> None:

@@ -34,7 +34,7 @@ def model(folder: Path, settings: str = "", template: str = CHATML + "{# <think>
 
 
 def prompt(**fields: Any) -> Prompt:
-    return Prompt(sampling=SamplingParams(), stop=[], **{"messages": [], "tools": TOOLS, **fields})
+    return Prompt(sampling=SamplingParams(), **{"messages": [], "tools": TOOLS, "stop": [], **fields})
 
 
 def ids(model: Model, *pieces: str) -> list[int]:
@@ -48,9 +48,10 @@ def ids(model: Model, *pieces: str) -> list[int]:
 
 def received(model: Model, asked: Prompt, tokens: list[int], opened: bool = False) -> CompletionBuilder:
     choice = CompletionBuilder(model, asked, opened)
-    for token in tokens:
-        choice.push(OutputDelta(0, [token]))
-    choice.push(OutputDelta(0, [], finish=SequenceFinished(0, FinishReason.STOP, len(tokens))))
+    last = OutputDelta(0, [], finish=SequenceFinished(0, FinishReason.STOP, len(tokens)))
+    for step in (*(OutputDelta(0, [token]) for token in tokens), last):
+        if choice.finish is None:
+            choice.push(step)
     return choice
 
 
@@ -63,6 +64,14 @@ def test_thought_text_and_calls_are_told_apart_by_control_tokens(tmp_path: Path)
     found = received(thinker, prompt(), tokens).completion()
     assert (found.thought, found.text, found.finish) == ("Hm.", "I look.\n", "tool_calls")
     assert [(use.name, json.loads(use.arguments)) for use in found.tool_uses] == [("now", {})]
+
+
+def test_a_call_that_a_stop_string_cut_is_none_to_answer(tmp_path: Path) -> None:
+    thinker = model(tmp_path)
+    cut = ("<tool_call>", '\n{"name": "now", "arguments": {"in": "Oslo"}}\n')
+    for calls, ends in (((*cut, "</tool_call>"), "stop"), ((*CALL, *cut), "stop"), ((*CALL, "Oslo"), "tool_calls")):
+        found = received(thinker, prompt(stop=["Oslo"]), ids(thinker, *calls))
+        assert (found.completion().finish, found.stopped_by) == (ends, "Oslo")
 
 
 def test_a_thought_that_the_prompt_opened_goes_on(tmp_path: Path) -> None:
