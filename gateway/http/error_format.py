@@ -14,14 +14,12 @@ _encode = msgspec.json.encode
 
 OPENAI_TYPES: Final = {403: "permission_error", 429: "rate_limit_error"}  # by status, where it says more than the rest
 ANTHROPIC_TYPES: Final = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",
     413: "request_too_large",
-    422: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
@@ -53,8 +51,9 @@ def openai_envelope(refusal: ApiError, request_id: str) -> bytes:
 
 def anthropic_envelope(refusal: ApiError, request_id: str) -> bytes:
     """Renders Anthropic's error body, then the envelope's keys. Its SDK has classes for some `error_code`s."""
+    kind = "invalid_request_error" if refusal.status < 500 else "api_error"
     error = {
-        "type": ANTHROPIC_TYPES.get(refusal.status, "api_error"),
+        "type": ANTHROPIC_TYPES.get(refusal.status, kind),
         "message": message_with_id(refusal, request_id),
         "details": {"error_code": refusal.kind},
     }

@@ -1,6 +1,7 @@
 """The bodies of errors, as clients of three APIs read them."""
 
 import json
+from datetime import date
 
 import pytest
 
@@ -71,6 +72,8 @@ def test_anthropics_paths_have_its_types_and_say_more_in_the_details() -> None:
         errors.timed_out(1): "timeout_error",
         errors.busy(): "rate_limit_error",
         errors.crashes(10): "invalid_request_error",
+        errors.method_not_supported("GET", "POST"): "invalid_request_error",
+        errors.deprecated("x", date(2026, 1, 1)): "invalid_request_error",
         errors.internal(): "api_error",
         errors.draining(): "overloaded_error",
     }
