@@ -269,7 +269,7 @@ def _audit_fields(body: TokenGiven) -> dict[str, Any]:
 
 def _item(token: ApiToken, now: float) -> TokenItem:
     expired = token.expires_at is not None and now >= token.expires_at
-    groups = [GroupItem(permission.value, permission.name) for permission in token.grant.permissions]
+    groups = [GroupItem(permission.value, permission.value) for permission in token.grant.permissions]
     return TokenItem(
         id=token.id,
         name=token.name,

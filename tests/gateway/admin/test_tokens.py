@@ -43,7 +43,7 @@ async def test_a_tokens_life(tmp_path: Path) -> None:
         assert made.headers["cache-control"] == "no-store"
         token = made.json["result"]
         first = token.pop("value")
-        assert token["policies"][0]["permission_groups"] == [{"id": "inference", "name": "INFERENCE"}]
+        assert token["policies"][0]["permission_groups"] == [{"id": "inference", "name": "inference"}]
         assert token["policies"][0]["resources"] == {f"com.cloudflare.api.account.{gateway.account_id}": "*"}
         assert (token["status"], token["expires_on"], token["models"]) == (
             "active", "2099-01-02T03:04:05Z", ["@cf/test/*"],
