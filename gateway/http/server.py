@@ -152,7 +152,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self.cycle.body = bytearray()  # unread bytes would stay as long as the connection does
+        if self.cycle.response_complete:  # it is not that of a request behind, whose body is still to be read
+            self.cycle.body = bytearray()  # unread bytes would stay as long as the connection does
         super().on_response_complete()
         if self.transport.is_closing():
             self._linger()

@@ -317,6 +317,18 @@ async def test_a_body_at_fault_is_400_and_ends_the_request(tmp_path: Path) -> No
 
 
 @looped
+async def test_requests_that_wait_behind_one_another_keep_their_bodies(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        client = await gateway.client()
+        for tokens in (1, 2, 3):
+            await client.post(gateway.run_path, {"prompt": "hello", "max_tokens": tokens}, gateway.headers)
+        for tokens in (1, 2, 3):
+            assert await client.head() == 200
+            assert json.loads(await client.body())["result"]["usage"]["completion_tokens"] == tokens
+        client.leave()
+
+
+@looped
 async def test_requests_that_wait_behind_one_another_are_few(tmp_path: Path) -> None:
     async with served(tmp_path) as gateway:
         request = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
