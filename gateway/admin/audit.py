@@ -47,7 +47,7 @@ class ChainQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before."""
 
     account: _Word | None = None
-    head: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    head: Annotated[str, Meta(pattern="^[0-9a-f]{64}$(?!\\n)")] | None = None
 
 
 class EntryItem(msgspec.Struct, frozen=True):

@@ -53,7 +53,7 @@ class UsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
     """`by` are the columns to sum by, of day, model, token and tag. A call with several tags is in the row of each; one
     without any is in that of "". Where a day had too many different sets of tags, those of later calls are `*`."""
 
-    by: Annotated[str, Meta(pattern="^(day|model|token|tag)(,(day|model|token|tag)){0,3}$")] = "day,model,token"
+    by: Annotated[str, Meta(pattern="^(day|model|token|tag)(,(day|model|token|tag)){0,3}$(?!\\n)")] = "day,model,token"
     model: _Word | None = None
     token: _Word | None = None
     tag: _Word | None = None
@@ -62,7 +62,7 @@ class UsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
 class AllUsageQuery(RowsQuery, frozen=True, forbid_unknown_fields=True):
     """`by` are the columns to sum by, of day, account and model; `account` is an id or a name."""
 
-    by: Annotated[str, Meta(pattern="^(day|account|model)(,(day|account|model)){0,2}$")] = "day"
+    by: Annotated[str, Meta(pattern="^(day|account|model)(,(day|account|model)){0,2}$(?!\\n)")] = "day"
     account: _Word | None = None
     model: _Word | None = None
 

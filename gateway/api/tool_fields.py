@@ -17,7 +17,7 @@ TOOLS_MAX: Final = 128
 TOOLS_BYTES_MAX: Final = 128 << 10
 SCHEMA_DEPTH_MAX: Final = 16
 
-ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$(?!\\n)")]
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ METADATA_NAME_MAX: Final = 64  # characters
 METADATA_TEXT_MAX: Final = 512
 SESSION_BYTES_MAX: Final = 256
 
-Tag = Annotated[str, Meta(min_length=1, max_length=50, pattern=r"^[A-Za-z0-9:\-./@]+\Z")]
+Tag = Annotated[str, Meta(min_length=1, max_length=50, pattern=r"^[A-Za-z0-9:\-./@]+$(?!\n)")]
 Tags = Annotated[list[Tag], Meta(max_length=TAGS_MAX)]
 TimeoutMs = Annotated[int, Meta(ge=1, le=TIMEOUT_MS_MAX)]
 Truth = Literal["true", "false", "1", "0", ""]

@@ -34,7 +34,7 @@ class SearchQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     search: str = ""
     task: str = ""
     author: str = ""
-    source: Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.0)?)?$")] = ""
+    source: Annotated[str, Meta(pattern=r"^([0-9]{1,9}(\.0)?)?$(?!\n)")] = ""
     hide_experimental: YesNo = "false"
     include_deprecated: YesNo = "false"
     page: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = 1

@@ -125,7 +125,7 @@ def test_no_text_of_a_csv_is_a_formula(text: str) -> None:
 
 WRONG = (
     "from=yesterday", "from=2026-01-02&to=2026-01-01", "from=2020-01-01&to=2026-01-01", "by=colour", "by=", "page=0",
-    "per_page=1001", "page=one", "page=1.0", "format=xml", "from=2026-02-30", "colour=red",
+    "by=day%0A", "per_page=1001", "page=one", "page=1.0", "format=xml", "from=2026-02-30", "colour=red",
 )  # fmt: skip
 
 
