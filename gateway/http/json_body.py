@@ -131,10 +131,10 @@ def query_fields(query: bytes) -> dict[str, list[str]]:
 
 
 def is_json(text: str) -> bool:
-    """Whether this is the text of one JSON document."""
+    """Whether this is the text of one JSON document, nested no deeper than can be read."""
     try:
         msgspec.json.decode(text, type=msgspec.Raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
 
@@ -214,6 +214,6 @@ def _invalid(message: str, kind: Any) -> ApiError:
     if _WRONG_WORD.match(message):
         return bad_input(f"'{field}': send one of {', '.join(allowed_words(kind, field))}", field)
     if not field:
-        return bad_input(f"{problem}; send one JSON object")
+        return bad_input(f"{problem}; send one JSON object" if problem.startswith("Expected ") else problem)
     allowed = f"; send {ranges}" if (ranges := allowed_ranges(kind, field)) else ""
     return bad_input(f"'{field}': {problem[0].lower()}{problem[1:]}{allowed}", field)

@@ -19,6 +19,7 @@ from gateway.http.json_body import (
     check_names,
     decode_body,
     decode_query,
+    is_json,
     query_options,
 )
 
@@ -149,6 +150,22 @@ def test_a_body_of_very_many_values_is_refused_before_it_costs_anything(dense: b
 def test_commas_and_braces_in_a_text_are_no_values() -> None:
     text = 'if (a) { b(c, [d, "e\\"]); },' * 20_000
     assert decode_body(msgspec.json.encode({"text": text}), decoder).text == text
+
+
+class Whole(msgspec.Struct):
+    def __post_init__(self) -> None:
+        raise ValueError("burst needs requests_per_minute")
+
+
+def test_what_an_object_lacks_as_a_whole_is_not_said_to_be_no_object() -> None:
+    with pytest.raises(ApiError) as raised:
+        decode_body(b"{}", msgspec.json.Decoder(Whole))
+    assert raised.value.message == "burst needs requests_per_minute"
+
+
+def test_a_text_that_is_nested_deeper_than_can_be_read_is_no_document() -> None:
+    assert is_json("[" * DEPTH_MAX + "]" * DEPTH_MAX)
+    assert not is_json("[" * 5000 + "]" * 5000)
 
 
 def test_a_missing_field_is_named_as_the_one_to_give() -> None:
