@@ -134,9 +134,9 @@ def wrong_task(name: str, task: str) -> ApiError:
     return ApiError(400, 5007, message, kind="model_not_found", param="model")
 
 
-def text_too_long(field: str, tokens: int, limit: int, *, cut: bool) -> ApiError:
-    """One of a request's texts; `cut` is whether the gateway could truncate it."""
-    advice = "shorten it, or set 'truncate_inputs'" if cut else "shorten it"
+def text_too_long(field: str, tokens: int, limit: int, *, cut: bool | None) -> ApiError:
+    """One of a request's texts; `cut` is whether it was to be truncated, None where that is none of the choices."""
+    advice = "shorten it, or set 'truncate_inputs'" if cut is False else "shorten it"
     message = f"Sequence too long, {tokens} > {limit} in '{field}'; {advice}"
     return ApiError(400, 3030, message, kind="context_length_exceeded", param=field)
 

@@ -56,7 +56,7 @@ class _InputEncoder:
         query, *documents = [self._encode(item, "") for item in self.inputs.items]
         room = max_tokens - frame.pair_count - len(query)
         if room < 1:
-            raise errors.text_too_long("query", len(query) + frame.pair_count, max_tokens, cut=False)
+            raise errors.text_too_long("query", len(query) + frame.pair_count, max_tokens, cut=None)
         items = self.inputs.items[1:]
         return [frame.pair(query, self._fit(item, ids, room)) for item, ids in zip(items, documents, strict=True)]
 
@@ -84,9 +84,9 @@ class _InputEncoder:
     def _encode(self, item: EmbeddingInput, prefix: str) -> list[int]:
         """The item's ids. A text that cannot fit, and may not be cut, is not encoded at all."""
         assert isinstance(item.content, str)
-        token_chars = self.model.tokenizer.token_bytes_max
-        if token_chars and not self.inputs.truncate and len(item.content) > self.max_tokens * token_chars:
-            raise errors.text_too_long(item.place, len(item.content) // token_chars, self.max_tokens, cut=True)
+        token_chars, cut = self.model.tokenizer.token_bytes_max, self.inputs.truncate
+        if token_chars and not cut and len(item.content) > self.max_tokens * token_chars:
+            raise errors.text_too_long(item.place, len(item.content) // token_chars, self.max_tokens, cut=cut)
         try:
             return self.model.tokenizer.encode_text(prefix + item.content)
         except TokenizationError as error:
@@ -95,8 +95,7 @@ class _InputEncoder:
     def _fit(self, item: EmbeddingInput, ids: list[int], room: int) -> list[int]:
         """The item's ids, or the first of them where it may be cut; the rest of `max_tokens` is taken. Raises
         ApiError."""
-        if len(ids) <= room:
-            return ids
-        if not self.inputs.truncate:
-            raise errors.text_too_long(item.place, len(ids) + self.max_tokens - room, self.max_tokens, cut=True)
+        cut = self.inputs.truncate
+        if len(ids) > room and not cut:
+            raise errors.text_too_long(item.place, len(ids) + self.max_tokens - room, self.max_tokens, cut=cut)
         return ids[:room]

@@ -41,7 +41,7 @@ class EmbeddingInputs:
 
     Each item becomes a vector. With `scored` the first item is a query, and each other item becomes a score: how well
     it answers the query; `best` limits the answer to the highest scores. Texts that are too long are cut if `truncate`
-    is set, and refused otherwise. Vectors are cut to `dimensions`.
+    is set, and refused otherwise; None: the dialect has no field for it. Vectors are cut to `dimensions`.
     """
 
     items: Sequence[EmbeddingInput]
@@ -49,7 +49,7 @@ class EmbeddingInputs:
     best: int | None = None
     pooling: Pooling | None = None
     instruction: str | None = None
-    truncate: bool = False
+    truncate: bool | None = None
     dimensions: int | None = None
     user: str | None = None
     options: RunOptionsBody | None = None

@@ -182,8 +182,11 @@ async def test_what_is_too_long_is_refused_by_name_or_cut_where_asked(tmp_path: 
         cut = TOKENIZER(LONG, truncation=True, max_length=256)["input_ids"]
         assert np.frombuffer(gateway.fleet.submits[1].tokens, "<u4").tolist() == cut
         assert found["usage"]["prompt_tokens"] == len(ids_of("short")) + 256
-        ids = await gateway.call("/v1/embeddings", {"model": MODEL, "input": [101] * 257})
-        assert (ids.status, ids.code) == (400, 3030)
+        assert "set 'truncate_inputs'" in refused.message
+        for input in ([101] * 257, LONG):
+            ids = await gateway.call("/v1/embeddings", {"model": MODEL, "input": input})
+            assert (ids.status, ids.code) == (400, 3030)
+            assert "truncate_inputs" not in ids.message, "there is no such field of OpenAI's"
 
 
 @looped
