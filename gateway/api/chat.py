@@ -115,7 +115,7 @@ def chat_prompt(
     """What the fields ask for of the messages, or of the text. Raises ApiError."""
     _refuse_unserved(body)
     stream = prompt_stream(body.stream, body.stream_options)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise bad_input("'top_logprobs' goes with 'logprobs': true only; set it", "top_logprobs")
     return Prompt(
         text=text,

@@ -108,6 +108,10 @@ def test_what_asks_for_nothing_is_accepted() -> None:
     )
 
 
+def test_no_alternatives_are_asked_for_without_log_probabilities() -> None:
+    assert parsed(logprobs=False, top_logprobs=0).sampling.logprobs is None
+
+
 def test_tool_choice_none_leaves_the_tools_out() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert parsed(tools=tools).tools is not None
