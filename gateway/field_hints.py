@@ -15,7 +15,7 @@ STEP: Final = re.compile(r"\[[^\]]*\]|[^.\[]+")
 def allowed_words(kind: Any, path: str) -> list[str]:
     """The words that a field like `messages[0].role` of this type may be."""
     kinds = _at(kind, path)
-    return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values)
+    return sorted(str(word) for kind in kinds if isinstance(kind, inspect.LiteralType) for word in kind.values if word)
 
 
 def similar_field(kind: Any, path: str, name: str) -> str:

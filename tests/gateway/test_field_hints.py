@@ -23,6 +23,7 @@ class Body(msgspec.Struct):
     free: str | dict[str, Any] | int = ""
     inner: Annotated[list[Inner], Meta(min_length=1, max_length=9)] = []
     described: Annotated[Annotated[int, Meta(ge=1, le=2)] | None, Meta(description="said twice over")] = None
+    mode: Literal["", "fast"] = ""
     biases: Annotated[dict[str, Annotated[float, Meta(ge=-1, le=1)]], Meta(max_length=3)] = {}
 
 
@@ -49,4 +50,5 @@ def test_ranges_are_said_whole(place: str, said: str) -> None:
 
 def test_words_are_found_at_their_place() -> None:
     assert allowed_words(Body, "inner[3].role") == ["system", "user"]
+    assert allowed_words(Body, "mode") == ["fast"], "and an empty one is none to send"
     assert allowed_words(Body, "heat") == []
