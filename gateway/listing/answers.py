@@ -23,12 +23,12 @@ class Cached(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spent(Struct, frozen=True, forbid_unknown_fields=True):
-    """The usage of a call. `neurons_left` is only in the last event of a stream."""
+    """The usage of a call. `neurons_left` is only in the last event of a stream, `neurons` in none before it."""
 
     prompt_tokens: int
     total_tokens: int
     prompt_tokens_details: Cached
-    neurons: float
+    neurons: float | UnsetType = UNSET
     completion_tokens: int | UnsetType = UNSET
     neurons_left: dict[str, float] | UnsetType = UNSET
 

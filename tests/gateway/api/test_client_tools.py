@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from gateway.listing.answers import ChatChunk, TextCompletion
 from tests.support.served_gateway import Served, looped, served
 from tests.support.stub_replica import MODEL
 
@@ -52,6 +55,9 @@ async def test_guidellm_gets_just_the_tokens_that_it_asks_for_and_counts_them_in
         for path, body in bodies.items():
             *chunks, last, done = await streamed(gateway, path, body)
             assert done == "[DONE]"
+            documented: Any = ChatChunk if "chat" in path else TextCompletion
+            for chunk in (*chunks, last):
+                msgspec.convert(chunk, documented)
             counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
             assert counts == sorted(counts)
             assert (counts[-1], last["usage"]["completion_tokens"]) == (12, 12)
