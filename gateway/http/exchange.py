@@ -100,6 +100,8 @@ class Exchange:
         announced = int(length) if length.isdigit() else 0
         if announced > limit_bytes:
             raise errors.body_too_large(limit_bytes)
+        if self.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise errors.bad_input("the header 'Content-Encoding': a body is read as it comes; send it uncompressed")
         take(announced)
         pieces: list[bytes] = []
         left = limit_bytes

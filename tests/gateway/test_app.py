@@ -1,6 +1,7 @@
 """Routes, credentials and the answers that need no replica."""
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,17 @@ async def test_a_body_has_a_limit_announced_or_not(tmp_path: Path) -> None:
         )
         assert await client.head() == 413
         client.leave()
+
+
+@looped
+async def test_a_compressed_body_is_refused_by_its_header(tmp_path: Path) -> None:
+    async with served(tmp_path) as gateway:
+        body = gzip.compress(b'{"prompt": "hello"}')
+        answer = await gateway.call(gateway.run_path, body, content_encoding="gzip")
+        assert (answer.status, answer.code) == (400, 5006)
+        assert "'Content-Encoding'" in answer.message
+        plain = await gateway.call(gateway.run_path, {"prompt": "hello", "max_tokens": 1}, content_encoding="identity")
+        assert plain.status == 200
 
 
 @looped
