@@ -195,10 +195,10 @@ class TextGeneration(Work):
         """Counts a step and decodes it: what may be shown of it, and its log probabilities. Raises ApiError when it
         failed, or when it ended before its text was what the prompt's grammar wants."""
         finish = step.finish
+        if choice.finish is not None:  # it ended by a stop string: what was on its way then is nobody's
+            return [], []
         if finish is not None and finish.reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             raise errors.failed(finish.message)
-        if choice.finish is not None:
-            return [], []
         if step.started is not None:
             self.computed = True
             if step.index_in_n == 0 and self.stream is not None and not self.stream.resumed:

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from engine.protocol import frames
-from engine.protocol.types import RejectReason, Scope, ScopeKind
+from engine.protocol.types import FinishReason, RejectReason, Scope, ScopeKind
+from gateway.cluster.stream import OutputDelta
 from gateway.images.decoder import DecodedImage
 from gateway.images.source import ImageSource
 from gateway.images.tiling import PictureLayout
 from gateway.images.vision import Vision
 from gateway.inference.account_lock import AccountLocks
 from gateway.inference.lifecycle import InferenceCall
+from gateway.inference.pipeline import TextGeneration
 from gateway.inference.prompt import Prompt
 from gateway.inference.prompt_encoding import EncodedPrompt, decode_prompt_images
 from tenants.records.limits import Limits
@@ -64,6 +66,13 @@ async def test_whole_and_streamed_answers_are_the_same_text_and_cost(tmp_path: P
             "prompt_tokens_details": {"cached_tokens": 3},
             "neurons": pytest.approx(cost),
         }
+
+
+def test_what_comes_behind_the_stop_string_of_a_choice_fails_no_other() -> None:
+    prompt, ended = SimpleNamespace(n=2), SimpleNamespace(finish="stop")
+    finish = frames.SequenceFinished(1, FinishReason.ERROR, 3, "the model failed in this step")
+    work = TextGeneration(prompt, SimpleNamespace())  # type: ignore[arg-type]
+    assert work.receive(ended, OutputDelta(0, [], finish=finish), time.monotonic) == ([], [])  # type: ignore[arg-type]
 
 
 @looped
