@@ -163,5 +163,5 @@ _ADVICE: Final = {
     sqlite3.SQLITE_LOCKED: _BUSY,
     sqlite3.SQLITE_CORRUPT: "the file is damaged; stop Hearth, then save what is left with `sqlite3 FILE .recover`",
     sqlite3.SQLITE_NOTADB: "the file is no SQLite database; name another one in [store] url, or move it away",
-    sqlite3.SQLITE_IOERR: "its disk fails; look into the system's log",
+    sqlite3.SQLITE_IOERR: "its disk is full or fails; free some space, else look into the system's log",
 }

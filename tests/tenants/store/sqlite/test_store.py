@@ -85,6 +85,14 @@ async def test_a_full_disk_is_an_error_that_says_so_and_passes(path: Path, clock
     await store.close()
 
 
+async def test_a_disk_without_room_for_the_logs_index_is_not_said_to_be_broken_alone(path: Path) -> None:
+    store = await opened(path)
+    error = sqlite3.OperationalError("disk I/O error")
+    error.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE  # what SQLite says of a full disk as it opens a file
+    assert "is full or fails; free some space" in str(store._file._unavailable(error))
+    await store.close()
+
+
 async def test_a_read_only_file_is_an_error_that_says_so(path: Path, clock: Any) -> None:
     store = await opened(path, clock)
     store._file.run("PRAGMA query_only = 1")
