@@ -241,7 +241,8 @@ def test_a_token_is_minted_narrow_and_rolled(state: Path, capsys: pytest.Capture
     ("words", "says"),
     [
         (("--permissions", "everything"), "no permission"),
-        (("--permissions", ""), "without permissions"),
+        (("--permissions", "none"), "without permissions"),
+        (("--permissions", ""), "nothing is named"),
         (("--networks", "home"), "no network"),
     ],
 )

@@ -140,7 +140,7 @@ BREAKS = {
         "self.tree.forget(suspect.lease, first)",
         "pass",
     ),
-    "a step without memory ends a sequence at once": ("scheduling.scheduler", "if rows == 1:", "if True:"),
+    "a step without memory ends a sequence at once": ("scheduling.scheduler", "if rows == 1 or smallest:", "if True:"),
     "a group reads blocks that only some of it have": (
         "scheduling.prefix_groups",
         "step * (same_N &",
