@@ -242,7 +242,6 @@ def test_a_token_is_minted_narrow_and_rolled(state: Path, capsys: pytest.Capture
     [
         (("--permissions", "everything"), "no permission"),
         (("--permissions", "none"), "without permissions"),
-        (("--permissions", ""), "nothing is named"),
         (("--networks", "home"), "no network"),
     ],
 )
