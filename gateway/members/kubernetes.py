@@ -112,6 +112,7 @@ class KubernetesMembers:
         self._path = f"{api.url}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         self._service = service
         self._backoff = Backoff(*backoff_s)
+        self._ended = Backoff(*backoff_s)  # of watches without an event, bookmarks included: one of WATCH_S has some
         self._slices: dict[str, _Slice] = {}
         self._version = ""
         self._told: Membership | None = None
@@ -126,15 +127,17 @@ class KubernetesMembers:
                         await self._list(client)
                         self._tell(on_change)
                     async for _ in self._watch(client):
+                        self._ended.reset()
                         self._tell(on_change)
-                    continue
+                    pause_s = self._ended.fail()
                 except _Expired:
                     self._version = ""  # lists again; what was told stays until then
-                    continue
+                    pause_s = self._ended.fail()
                 except (httpx.HTTPError, msgspec.MsgspecError, OSError) as error:
                     if self._backoff.failures == 0:
                         log.warning("Kubernetes does not answer, its machines stay as they are: %s", _text(error))
-                await asyncio.sleep(self._backoff.fail())
+                    pause_s = self._backoff.fail()
+                await asyncio.sleep(pause_s)
 
     def _tell(self, on_change: Callable[[Membership], None]) -> None:
         self._backoff.reset()

@@ -37,12 +37,13 @@ def endpoint_slice(name: str, version: int, machines: dict[str, str], *, ready: 
 @dataclass
 class FakeKubernetes:
     """`slices` are what there is; `push` sends any event to all watches. A watch from before `oldest` is told 410, as
-    an event where `expires_in_stream`."""
+    an event where `expires_in_stream`; where `ends_at_once`, any watch ends without a word."""
 
     slices: dict[str, dict[str, Any]] = field(default_factory=dict)
     version: int = 100
     oldest: int = 0
     expires_in_stream: bool = False
+    ends_at_once: bool = False
     away: bool = False
     lists: int = 0
     watched_from: list[int] = field(default_factory=list)
@@ -116,9 +117,11 @@ class FakeKubernetes:
             _answer(writer, 410, expired)
             return
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
-        if version < self.oldest:
-            _chunk(writer, {"type": "ERROR", "object": expired})
+        if version < self.oldest or self.ends_at_once:
+            if not self.ends_at_once:
+                _chunk(writer, {"type": "ERROR", "object": expired})
             writer.write(b"0\r\n\r\n")
+            writer.close()
             return
         for at, event in self._history:
             if at > version:

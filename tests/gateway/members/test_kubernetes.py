@@ -45,6 +45,18 @@ async def test_a_version_that_expired_is_listed_anew(in_stream: bool) -> None:
             assert api.lists >= 2
 
 
+@pytest.mark.parametrize("watches", ["refused", "refused in the stream", "ended at once"])
+async def test_watches_that_end_again_and_again_are_asked_for_with_pauses(watches: str) -> None:
+    fake = FakeKubernetes(expires_in_stream=watches == "refused in the stream", ends_at_once=watches == "ended at once")
+    async with fake.serving() as api:
+        api.oldest = 0 if api.ends_at_once else api.version + 1
+        pause_s = 0.05
+        members = KubernetesMembers(KubernetesApi(api.url, None, True), "ml", SERVICE, (pause_s, 10.0))
+        async with followed(members):
+            await until(lambda: len(api.watched_from) >= 2, 10, "it watches again")
+            await holds(lambda: len(api.watched_from) <= 8, 10 * pause_s)
+
+
 async def test_a_bookmark_is_where_the_next_watch_begins() -> None:
     async with FakeKubernetes().serving() as api:
         api.put("one", FIRST)
