@@ -7,6 +7,7 @@ took survives a killed process and a power cut. Replaying a line twice must do n
 
 import fcntl
 import os
+import threading
 import uuid
 import zlib
 from collections.abc import Sequence
@@ -25,22 +26,25 @@ _decode = msgspec.json.Decoder(UsageRecord).decode
 
 
 class Outbox:
-    """One process's place in the folder. Calls must not overlap; append() blocks for as long as the disk needs."""
+    """One process's place in the folder. append() blocks for as long as the disk needs, and close() for one that runs:
+    whoever waited for it may have been cancelled, its thread goes on, and needs its descriptor."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = threading.Lock()  # of the current file
         self._current_file: tuple[Path, int] | None = None
 
     def append(self, records: Sequence[UsageRecord]) -> None:
         """All of them on the disk, or OSError; then some may be, and the caller keeps them all."""
-        if self._current_file is None:
-            self._current_file = self._create()
-        descriptor = self._current_file[1]
         lines = b"\n" + b"".join(_line(record) for record in records)  # the line break ends what a full disk cut off
-        written = os.write(descriptor, lines)
-        while written < len(lines):
-            written += os.write(descriptor, lines[written:])
-        os.fsync(descriptor)
+        with self._lock:
+            if self._current_file is None:
+                self._current_file = self._create()
+            descriptor = self._current_file[1]
+            written = os.write(descriptor, lines)
+            while written < len(lines):
+                written += os.write(descriptor, lines[written:])
+            os.fsync(descriptor)
 
     def waiting(self) -> list[Path]:
         """Files that this process may replay: its own and those of processes that ended."""
@@ -64,9 +68,10 @@ class Outbox:
             self.close()
 
     def close(self) -> None:
-        if self._current_file is not None:
-            os.close(self._current_file[1])
-            self._current_file = None
+        with self._lock:
+            if self._current_file is not None:
+                os.close(self._current_file[1])
+                self._current_file = None
 
     def _is_current(self, path: Path) -> bool:
         return self._current_file is not None and self._current_file[0] == path

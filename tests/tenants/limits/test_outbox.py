@@ -3,6 +3,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,3 +115,20 @@ def test_appended_lines_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     outbox.append([record(1)])
     (path,) = outbox.waiting()
     assert synced == [path.stat().st_size], "not every byte was written before the fsync"
+
+
+def test_it_is_closed_behind_an_append_that_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waited for the append in its thread was cancelled, and closes: the thread must not lose its file."""
+    outbox, synced = Outbox(tmp_path), list[int]()
+    closing = threading.Thread(target=outbox.close)
+
+    def close_meanwhile(descriptor: int) -> None:
+        closing.start()
+        closing.join(0.2)
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fsync", close_meanwhile)
+    outbox.append([record(1)])
+    closing.join()
+    (path,) = Outbox(tmp_path).waiting()
+    assert synced == [path.stat().st_size]
