@@ -63,6 +63,10 @@ class _Line:
     denied_until_s: float = 0.0
     denied_min: int = 0  # micro-neurons that were too many
 
+    def in_use(self, now_s: float) -> bool:
+        """Whether it has a lease, or home's answer on one, or waits for it."""
+        return bool(self.lease or self.refill) or self.asking.locked() or now_s < self.denied_until_s
+
 
 @dataclass(frozen=True, slots=True)
 class BorrowedHold:
@@ -267,15 +271,14 @@ class QuotaBorrower:
             if due and lease.home not in away and not await self._give_back(lease):
                 away.add(lease.home)
         self._begun_s = {lease.id: self._begun_s[lease.id] for lease in leases if lease.id in self._begun_s}
+        now_s = self._clock()
+        self._lines = {key: line for key, line in self._lines.items() if line.in_use(now_s)}
 
     def _forget(self, lease: QuotaLease) -> None:
         """The next call of its line asks for another one."""
-        key = lease.account_id, lease.subjects
-        line = self._lines.get(key)
+        line = self._lines.get((lease.account_id, lease.subjects))
         if line is not None and line.lease is not None and line.lease.id == lease.id:
             line.lease = None
-            if not line.asking.locked() and line.refill is None:
-                del self._lines[key]
 
     async def _give_back(self, lease: QuotaLease) -> bool:
         """Has home settle what was used, or what came later than that. False: home does not answer."""

@@ -243,6 +243,17 @@ async def test_a_budget_that_is_used_up_at_home_is_refused_here_in_its_words(cel
     assert len(cells.homes.asked) == asked, "home is not asked at each call"
 
 
+async def test_an_account_that_home_always_denies_is_forgotten_between_its_calls(cells: Cells) -> None:
+    with pytest.raises(QuotaExceeded):
+        await cells.call("r1", tokens=2_001)
+    await cells.borrower.tick()
+    assert len(cells.borrower._lines) == 1, "home is not asked again at once"
+    cells.clock.now_s += borrowing.DENIED_S
+    await cells.borrower.tick()
+    assert not cells.borrower._lines
+    await cells.call("r2")
+
+
 async def test_a_call_is_content_with_what_there_is_where_home_has_no_more(cells: Cells) -> None:
     await cells.call("r1", tokens=1_995)
     call = await cells.call("r2", tokens=10, enough=2)
