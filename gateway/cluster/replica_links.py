@@ -136,6 +136,9 @@ class ReplicaLinks:
         self._on_change(entry)  # its hello may have come with the connection
         try:
             await connection.wait_closed()
+        except asyncio.CancelledError:  # its machine reports it no more: it was to end
+            connection.crashed.set_result(False)
+            raise
         finally:
             entry.connection = None
             entry.problem = f"the replica at {connection.address} was lost: {connection.close_reason}"

@@ -149,6 +149,21 @@ def test_a_replica_that_dies_alone_is_told_from_a_host_that_is_gone(tmp_path: Pa
     asyncio.run(scenario())
 
 
+def test_a_replica_that_its_machine_reports_no_more_has_not_crashed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with beating(tmp_path) as (stub, fleet, _, entry):
+            stub.behaviour.first_s = 1000.0
+            stream = await submit(fleet)
+            fleet._forget(entry)
+            with pytest.raises(ReplicaLost) as lost:
+                await collect(stream)
+            assert lost.value.crashed is not None
+            async with asyncio.timeout(5):
+                assert await lost.value.crashed is False
+
+    asyncio.run(scenario())
+
+
 def test_replicas_that_compute_with_something_else_get_no_calls(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with connected(tmp_path, replicas=3) as (stub, fleet):
