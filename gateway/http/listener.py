@@ -34,7 +34,7 @@ class Listener:
         listener: socket.socket,
         server: ServerConfig,
         certificate: Certificate | None,
-        too_many: bytes,
+        too_many: Callable[[], bytes],
         new_protocol: Callable[[Callable[[], None]], asyncio.Protocol],
     ) -> None:
         self._listener = listener
@@ -98,7 +98,7 @@ class Listener:
         """Closes a connection, with an answer unless that takes a handshake."""
         try:
             if self._certificate is None:
-                client.send(self._too_many)
+                client.send(self._too_many())
                 client.shutdown(socket.SHUT_WR)
         except OSError:
             pass

@@ -12,6 +12,7 @@ import math
 import resource
 import socket
 import sys
+import uuid
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -41,17 +42,19 @@ _CERTIFICATE_TICKS: Final = 10  # of uvicorn, a tenth of a second each
 
 
 def _answer(refusal: ApiError) -> bytes:
-    """Renders a whole answer, for requests that never reach the App."""
-    body = envelope(refusal, "")
+    """Renders a whole answer, for requests that never reach the App, with a new id like all others."""
+    request_id = str(uuid.uuid4())
+    body, id_ = envelope(refusal, request_id), request_id.encode()
     retry = b"" if refusal.retry_after_s is None else b"retry-after: %d\r\n" % refusal.retry_after_s
-    head = b"content-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n" % (retry, len(body))
+    ids = b"x-request-id: %b\r\nrequest-id: %b\r\n%b" % (id_, id_, retry)
+    head = b"content-type: application/json\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n" % (ids, len(body))
     return STATUS_LINE[refusal.status] + head + body
 
 
-_HEAD_TOO_LARGE: Final = _answer(errors.head_too_large())
-_HEAD_TOO_SLOW: Final = _answer(errors.head_too_slow())
-_TOO_MANY: Final = _answer(errors.too_many_connections())
-_NO_HTTP: Final = _answer(errors.bad_head("this is no well-formed HTTP/1.1"))
+_HEAD_TOO_LARGE: Final = errors.head_too_large()
+_HEAD_TOO_SLOW: Final = errors.head_too_slow()
+_TOO_MANY: Final = errors.too_many_connections()
+_NO_HTTP: Final = errors.bad_head("this is no well-formed HTTP/1.1")
 
 
 class DrainableApp(Protocol):
@@ -93,7 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._trailer_bytes = 0
-        self._refusal = _NO_HTTP
+        self._refusal: ApiError = _NO_HTTP
         self._write_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
 
@@ -138,7 +141,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_bytes > self._limits.header_bytes_max:
             self._refuse(_HEAD_TOO_LARGE)
         if fault := client_address.head_problem(self.parser.get_http_version(), self.url, self.headers):
-            self._refuse(_answer(errors.bad_head(fault)))
+            self._refuse(errors.bad_head(fault))
         if len(self.pipeline) >= PIPELINED_MAX:
             self._refuse(_TOO_MANY)
         self._in_head = False
@@ -181,11 +184,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             self._linger()
 
-    def _refuse(self, answer: bytes) -> None:
-        self._refusal = answer
+    def _refuse(self, refusal: ApiError) -> None:
+        self._refusal = refusal
         raise HeadRejected
 
-    def _start_write_timer(self, seconds: float, on_timeout: Callable[..., object], *arguments: bytes) -> None:
+    def _start_write_timer(self, seconds: float, on_timeout: Callable[..., object], *arguments: ApiError) -> None:
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(seconds, on_timeout, *arguments)
 
@@ -208,7 +211,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_write_timer()
         self._start_read_timer()
 
-    def _reject(self, answer: bytes) -> None:
+    def _reject(self, refusal: ApiError) -> None:
         """Answers in one write and closes; only closes if that could be taken for the answer to another request. An
         open request whose own body is at fault has no answer yet, and gets this one."""
         self._stop_write_timer()
@@ -218,7 +221,7 @@ class HttpProtocol(HttpToolsProtocol):
         if answering and (self._in_head or self.pipeline or self.cycle.response_started):
             self.transport.abort()
             return
-        self.transport.write(answer)
+        self.transport.write(_answer(refusal))
         self.transport.close()
         self._linger()
 
@@ -268,7 +271,8 @@ class HttpServer(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self._listener = Listener(listener, self._limits, self._certificate, _TOO_MANY, new_protocol)
+        too_many = functools.partial(_answer, _TOO_MANY)
+        self._listener = Listener(listener, self._limits, self._certificate, too_many, new_protocol)
         self._listener.open()
 
     async def on_tick(self, counter: int) -> bool:

@@ -267,12 +267,18 @@ async def test_heads_that_could_be_read_in_two_ways_are_refused_and_the_connecti
         assert {name: statuses for name, (statuses, _) in found.items()} == {
             name: said for name, (_, said) in HEADS.items()
         }
+        ids: list[str] = []
         for name, (statuses, received) in found.items():
             if statuses == [400]:
                 body = json.loads(received.partition(b"\r\n\r\n")[2])
                 assert (name, body["success"], body["errors"][0]["code"]) == (name, False, 6003)
+                id_ = received.partition(b"\r\nx-request-id: ")[2].partition(b"\r\n")[0].decode()
+                assert body["error"]["message"].endswith(f" ({id_})"), name
+                ids.append(id_)
             ends = statuses == [400] or "upgrade" in name or name in ("close", "HTTP/1.0")
             assert (name, b"connection: close" in received) == (name, ends)
+        assert all(ids)
+        assert len(ids) == len(set(ids)), "each has a new one"
         assert not gateway.fleet.submits
 
 
