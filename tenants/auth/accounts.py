@@ -310,6 +310,8 @@ class AccountService:
             found = f"{users[0].name} ({users[0].id}){others}"
             raise Conflict(f"accounts have the plan {name}: {found}; give them another first")
         if not await self._store.accounts.remove_plan(name):
+            if name == DEFAULT_PLAN.name:
+                raise Conflict(f"the plan {name} is always there, and has its first content already")
             raise NotFound(f"no plan {name!r} to remove; `hearth plans list` shows them")
 
     async def mint(

@@ -37,6 +37,18 @@ async def test_a_plans_life(tmp_path: Path, store_url: str) -> None:
 
 
 @looped
+async def test_the_default_plan_has_its_first_content_again_and_is_not_removed(tmp_path: Path) -> None:
+    async with served_admin(tmp_path) as house:
+        first = (await house.operate("GET", "/plans/default")).json
+        await house.operate("PUT", "/plans/default", {"weight": 3})
+        assert (await house.operate("DELETE", "/plans/default")).status == 200
+        assert (await house.operate("GET", "/plans/default")).json == first
+        refused = await house.operate("DELETE", "/plans/default")
+        assert (refused.status, refused.code) == (409, 1009)
+        assert "the plan default is always there" in refused.message
+
+
+@looped
 async def test_two_writers_of_a_plan_lose_nothing(tmp_path: Path, store_url: str) -> None:
     async with served_admin(tmp_path, store_url=store_url) as house:
         await house.operate("PUT", "/plans/free", {"weight": 1})
