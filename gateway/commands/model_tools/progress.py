@@ -18,7 +18,7 @@ from gateway.settings.config import Config, ModelEntryConfig
 
 Wait = Annotated[bool, Parameter(name="--wait", help="until it is so in the server that runs here; shows progress")]
 LIVE: Final = "live"
-NOT_RUNNING: Final = "nothing serves here now: `hearth serve` takes it up as it starts"
+NOT_RUNNING: Final = "no server runs here now: `hearth serve` takes it up as it starts"
 _WAIT_S: Final = 900.0
 _LOOK_S: Final = 0.1
 _FIRST_S: Final = 2.0  # in which what runs takes notice of what was changed
