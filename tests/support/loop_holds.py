@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 TURN_S: Final = 0.001
-ATTEMPTS: Final = 3
+ATTEMPTS: Final = 6  # a bad moment of a busy machine outlasts three
 
 
 @dataclass
